@@ -1,0 +1,307 @@
+"""Every error weightcached raises, in one tree split by what the caller should do.
+
+    WeightCacheError
+    ├── NotReadyError                 wait, or allow more time
+    │   └── DaemonNotReady
+    ├── DeploymentError               fix how things are deployed
+    │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
+    │   ├── UntrustedDaemon · InvalidPlace · PlaceTaken
+    │   └── InsufficientMemory · WorkerDied
+    ├── ConfigurationError            fix what was asked for
+    │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
+    │   └── UnsupportedModel · InvalidOption
+    ├── CheckpointError               fix the checkpoint's files
+    │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
+    │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
+    │   └── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
+    └── ContractError                 report a bug (or a hostile peer)
+        ├── ProtocolError · TransferError
+        └── BindError
+
+Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them changes
+nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class WeightCacheError(Exception):
+    """Root of the tree. ``expected``, ``found``, ``where`` and ``next_step`` are kept apart so that tools can show them."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        where: object = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.expected = expected
+        self.found = found
+        self.where = where
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        for label, value in (("expected", self.expected), ("found", self.found), ("where", self.where)):
+            if value is not None:
+                parts.append(f"{label}: {value}")
+        if self.next_step:
+            parts.append(f"next step: {self.next_step}")
+        return "; ".join(parts)
+
+
+class NotReadyError(WeightCacheError):
+    """The weights are on their way. Nothing is wrong yet; the deadline was too short for this load."""
+
+    code = "not_ready"
+
+
+class DaemonNotReady(NotReadyError):
+    """The daemon lives but had not published (or could not take the connection) before the deadline."""
+
+    code = "daemon_not_ready"
+
+
+class DeploymentError(WeightCacheError):
+    """Something about processes, paths, permissions or memory of this host has to change."""
+
+    code = "deployment"
+
+
+class DaemonAbsent(DeploymentError):
+    """No socket file: no weights are cached at this place. Raised only where fallback to disk is not allowed."""
+
+    code = "daemon_absent"
+
+
+class DaemonUnreachable(DeploymentError):
+    """The socket file is there but nobody answers behind it: the daemon died after binding."""
+
+    code = "daemon_unreachable"
+
+
+class DaemonFailed(DeploymentError):
+    """The daemon lives, and its load failed; the message carries the daemon's reason."""
+
+    code = "daemon_failed"
+
+
+class DaemonDraining(DeploymentError):
+    """The daemon is stopping and takes no new engines."""
+
+    code = "daemon_draining"
+
+
+class UntrustedDaemon(DeploymentError):
+    """The directory, socket or peer does not belong to someone we trust. Nothing was sent to it."""
+
+    code = "untrusted_daemon"
+
+
+class InvalidPlace(DeploymentError):
+    """The place cannot be a daemon's: path too long, not a socket, a dangling link, no permission."""
+
+    code = "invalid_place"
+
+
+class PlaceTaken(DeploymentError):
+    """Another daemon holds the place's lock. This one touched nothing."""
+
+    code = "place_taken"
+
+
+class InsufficientMemory(DeploymentError):
+    """The shard does not fit in what is free now. Nothing was read or allocated."""
+
+    code = "insufficient_memory"
+
+
+class WorkerDied(DeploymentError):
+    """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
+
+    code = "worker_died"
+
+
+class ConfigurationError(WeightCacheError):
+    """What was asked for cannot be given; asking for something else can be."""
+
+    code = "configuration"
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """One field that differs between two configs. ``field`` is a dotted path; values are JSON-like, ``None`` when absent."""
+
+    field: str
+    daemon: object
+    client: object
+
+    def __str__(self) -> str:
+        return f"{self.field}: daemon has {self.daemon!r}, client asks for {self.client!r}"
+
+
+class CacheConfigMismatch(ConfigurationError):
+    """The daemon caches another configuration. ``fields`` names every field that differs, with both values."""
+
+    code = "config_mismatch"
+
+    def __init__(self, message: str, *, fields: tuple[FieldDifference, ...], where: object = None) -> None:
+        super().__init__(
+            message,
+            found="; ".join(map(str, fields)),
+            where=where,
+            next_step="start the engine with the daemon's options, or a daemon with the engine's (another --name keeps both)",
+        )
+        self.fields = fields
+
+
+class CheckpointMismatch(ConfigurationError):
+    """The daemon's weights come from other bytes than the checkpoint the engine named."""
+
+    code = "content_mismatch"
+
+
+class CheckpointUnproven(ConfigurationError):
+    """Neither receipts nor a digest could prove that the daemon's weights are the engine's checkpoint."""
+
+    code = "content_unproven"
+
+
+class UnsupportedModel(ConfigurationError):
+    """This architecture, layout or parallel size is not one the rules cover; the message lists what is."""
+
+    code = "unsupported_model"
+
+
+class InvalidOption(ConfigurationError):
+    """An option's value is not one that can be used."""
+
+    code = "invalid_option"
+
+
+class CheckpointError(WeightCacheError):
+    """A file of the checkpoint is wrong. Nothing was published from it. Names the file, and the tensor where there is one."""
+
+    code = "checkpoint"
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header cannot be what it says: not JSON, over its limit, offsets out of range, shape against bytes."""
+
+    code = "bad_header"
+
+
+class IndexFileError(CheckpointError):
+    """The index file is unreadable, or there are several candidate files and no index to choose by."""
+
+    code = "bad_index"
+
+
+class ModelConfigError(CheckpointError):
+    """``config.json`` is missing, unreadable, or lacks a field that the layout needs."""
+
+    code = "bad_model_config"
+
+
+class MissingShard(CheckpointError):
+    """The index names a file that is not there."""
+
+    code = "missing_shard"
+
+
+class TruncatedFile(CheckpointError):
+    """A file's size is not what its header accounts for: bytes missing, or bytes left over."""
+
+    code = "truncated_file"
+
+
+class DuplicateTensor(CheckpointError):
+    """One tensor name stands twice: in two files, or twice in one header."""
+
+    code = "duplicate_tensor"
+
+
+class OverlappingTensors(CheckpointError):
+    """Two tensors claim the same bytes of a file, or bytes between tensors belong to none."""
+
+    code = "overlapping_tensors"
+
+
+class UnknownDtype(CheckpointError):
+    """A header names a dtype that safetensors does not define, or that this release cannot place."""
+
+    code = "unknown_dtype"
+
+
+class PickleRefused(CheckpointError):
+    """The checkpoint has only pickle files. They can run code and are never opened."""
+
+    code = "pickle_refused"
+
+
+class MissingTensor(CheckpointError):
+    """The layout expects a tensor that no file has."""
+
+    code = "missing_tensor"
+
+
+class UnexpectedTensor(CheckpointError):
+    """A file has a tensor that the layout neither uses nor knows a reason to ignore."""
+
+    code = "unexpected_tensor"
+
+
+class ShapeMismatch(CheckpointError):
+    """A tensor's shape is not the one ``config.json`` implies."""
+
+    code = "shape_mismatch"
+
+
+class CheckpointChanged(CheckpointError):
+    """A file changed while it was read; what was read is discarded."""
+
+    code = "checkpoint_changed"
+
+
+class ContractError(WeightCacheError):
+    """One side broke the contract: a bug in this project or its peer, or a hostile peer."""
+
+    code = "contract"
+
+
+class ProtocolError(ContractError):
+    """A frame or message is not one the protocol allows, or came from another protocol version."""
+
+    code = "protocol"
+
+
+class TransferError(ContractError):
+    """Descriptors, segments or the manifest are not what was announced: count, size, seals, digest, places."""
+
+    code = "transfer"
+
+
+class BindError(ContractError):
+    """Weights and module do not fit: a parameter missing, left over, of other shape or dtype, or left uninitialised."""
+
+    code = "bind"
+
+
+def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
+    found = {cls.code: cls}
+    for child in cls.__subclasses__():
+        found.update(_leaves(child))
+    return found
+
+
+ERRORS_BY_CODE: dict[str, type[WeightCacheError]] = _leaves(WeightCacheError)
+"""Wire code → class, for turning a refusal or a worker's failure back into an error."""
