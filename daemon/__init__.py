@@ -1,0 +1,1 @@
+"""The keeper: states, serving, leases and control of one place, and the `weightcached` command."""

@@ -1,0 +1,1 @@
+"""Declarative rules per architecture: which checkpoint tensors make which parameter, and how each is sharded."""

@@ -1,0 +1,1 @@
+"""What daemon and client agree on: identity, manifest, messages, framing, errors, places and memory kinds."""
