@@ -1,0 +1,92 @@
+"""The asyncio edge of framing: one frame at a time over a non-blocking socket, without asyncio's streams.
+
+asyncio's streams and ``loop.sock_*`` lose received descriptors, so this waits with ``add_reader`` / ``add_writer`` and
+reads with ``recvmsg``. After every frame it yields to the loop once: a client that always has the next frame ready would
+otherwise never let another one run. Readers and writers are removed before a descriptor can be closed and its number used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from weightcached.protocol.framing import Frame, FrameReceiver, FrameSender, encode_frame
+from weightcached.protocol.messages import Dialect, Message
+
+
+class AsyncChannel:
+    """Owns ``connection``. One task may receive while another sends; no two may do the same thing at once.
+
+    Deadlines are the caller's: cancel a call (``asyncio.timeout``) and close the channel.
+    """
+
+    def __init__(self, connection: socket.socket, *, outgoing: Dialect, incoming: Dialect) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._outgoing = outgoing
+        self._receiver = FrameReceiver(incoming)
+        self._waits: list[Callable[[], None]] = []
+
+    async def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send one frame; ``fds`` stay the caller's. Raises OSError when the peer is gone."""
+        sender = FrameSender(encode_frame(self._outgoing, message, fd_count=len(fds)), tuple(fds))
+        while True:
+            try:
+                if sender.step(self.connection):
+                    return
+            except BlockingIOError:
+                await self._ready(writing=True)
+
+    async def receive(self) -> Frame:
+        """Receive one frame. Raises PeerClosed, ProtocolError, TransferError or OSError."""
+        while True:
+            try:
+                frame = self._receiver.step(self.connection)
+            except BlockingIOError:
+                await self._ready(writing=False)
+                continue
+            if frame is not None:
+                try:
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError:
+                    frame.fds.close()
+                    raise
+                return frame
+
+    async def _ready(self, *, writing: bool) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        fd = self.connection.fileno()
+        if fd < 0:
+            raise ConnectionError("the connection was closed here")
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def fail() -> None:
+            if not ready.done():
+                ready.set_exception(ConnectionError("the connection was closed here"))
+
+        (loop.add_writer if writing else loop.add_reader)(fd, wake)
+        self._waits.append(fail)
+        try:
+            await ready
+        finally:
+            self._waits.remove(fail)
+            if self.connection.fileno() >= 0:
+                (loop.remove_writer if writing else loop.remove_reader)(fd)
+
+    def close(self) -> None:
+        """Close the connection; whoever waits on it gets a ConnectionError. Safe to call twice."""
+        fd = self.connection.fileno()
+        if fd < 0:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(fd)
+        loop.remove_writer(fd)
+        self._receiver.close()
+        self.connection.close()
+        for fail in list(self._waits):
+            fail()

@@ -1,0 +1,283 @@
+"""The config half of a key: everything besides the weights' bytes that can change a byte or a shape of the result.
+
+Owns :class:`CacheConfig`, its fingerprint, and how two configs are compared field by field. It is computed from inputs
+(options and ``config.json``) before anything is loaded, and nothing that loading does can change it: the values are
+frozen when it is made. The content half of a key is ``content.py``.
+
+:class:`Provenance` is what people want to know about where weights came from; it never decides anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+
+from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
+from weightcached.protocol.errors import FieldDifference, InvalidOption, ModelConfigError
+
+SCHEMA_VERSION = 1
+
+LAYOUT_REVISIONS: Mapping[str, int] = MappingProxyType({"hf": 1, "fused": 1})
+"""Revision of the rules that make each layout. A rule that changes a byte, a name or an offset bumps its number."""
+
+MODEL_CONFIG_MAX_BYTES = 16 * 1024 * 1024
+ABBREVIATE_OVER_BYTES = 1024
+
+# Fields of config.json that no loader looks at. Every other field is part of the key: a needless miss costs one load,
+# a needless hit serves wrong weights.
+_IRRELEVANT_TO_WEIGHTS = frozenset(
+    {"_name_or_path", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+)
+_RANK_ENTRIES = frozenset({"parallel.tp_rank", "parallel.pp_rank", "parallel.ep_rank", "parallel.dp_rank"})
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return MappingProxyType({key: _freeze(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thaw(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_thaw(item) for item in value]
+    return value
+
+
+FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializer(_thaw)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class Parallel(_Frozen):
+    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one."""
+
+    tp_size: int = Field(ge=1)
+    tp_rank: int = Field(ge=0)
+    pp_size: int = Field(default=1, ge=1)
+    pp_rank: int = Field(default=0, ge=0)
+    ep_size: int = Field(default=1, ge=1)
+    ep_rank: int = Field(default=0, ge=0)
+    dp_size: int = Field(default=1, ge=1)
+    dp_rank: int = Field(default=0, ge=0)
+    expert_placement: Literal["linear", "round_robin"] = "linear"
+
+    @model_validator(mode="after")
+    def _ranks_below_sizes(self) -> Parallel:
+        for kind in ("tp", "pp", "ep", "dp"):
+            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            if rank >= size:
+                raise ValueError(f"{kind}_rank is {rank}, but {kind}_size is {size}: ranks count from 0")
+        return self
+
+
+class Quantization(_Frozen):
+    """How this project quantizes while loading. What the checkpoint itself is quantized with is part of ``model``."""
+
+    method: Literal["none", "fp8"] = "none"
+    granularity: Literal["channel"] | None = None
+
+    @classmethod
+    def named(cls, name: str) -> Quantization:
+        """``none`` or ``fp8`` (e4m3, one float32 scale per output channel) → the full parameters."""
+        if name == "none":
+            return cls()
+        if name == "fp8":
+            return cls(method="fp8", granularity="channel")
+        raise InvalidOption("unknown quantization", expected="none or fp8", found=name)
+
+
+class CacheConfig(_Frozen):
+    """The whole configuration of one rank's shard. Equal configs and equal content mean equal resident bytes."""
+
+    schema_version: Literal[1] = 1
+    architecture: str
+    layout: str
+    layout_revision: int
+    parallel: Parallel
+    model: FrozenJson
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantization: Quantization = Quantization()
+    memory: Literal["host"] = "host"
+    device: Literal["cpu"] = "cpu"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) of the canonical encoding of every field."""
+        return canonical_sha256(self.model_dump())
+
+    @cached_property
+    def rankless_fingerprint(self) -> str:
+        """The fingerprint without the ranks: equal on all ranks of one model state."""
+        return canonical_sha256({name: value for name, value in self.entries().items() if name not in _RANK_ENTRIES})
+
+    def entries(self) -> dict[str, Any]:
+        """Field path → full value, one level into ``parallel``, ``quantization`` and ``model``. Plain JSON-like values."""
+        flat: dict[str, Any] = {}
+        for name, value in self.model_dump().items():
+            if isinstance(value, dict):
+                flat.update({f"{name}.{key}": item for key, item in value.items()})
+            else:
+                flat[name] = value
+        return flat
+
+
+def abbreviated(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """``entries`` as they travel: a value whose canonical encoding is over 1 KiB is replaced by its digest."""
+    return {name: _abbreviated_value(value) for name, value in entries.items()}
+
+
+def _abbreviated_value(value: Any) -> Any:
+    encoded = canonical_bytes(value)
+    if len(encoded) <= ABBREVIATE_OVER_BYTES:
+        return value
+    return {"$sha256": hashlib.sha256(encoded).hexdigest(), "$nbytes": len(encoded)}
+
+
+def differing_entries(ours: Mapping[str, Any], theirs_abbreviated: Mapping[str, Any]) -> list[str]:
+    """Names of all entries that differ or stand on one side only, sorted. ``ours`` is full, the other side abbreviated."""
+    mine = abbreviated(ours)
+    names = mine.keys() | theirs_abbreviated.keys()
+    return sorted(
+        name
+        for name in names
+        if name not in mine
+        or name not in theirs_abbreviated
+        or canonical_bytes(mine[name]) != canonical_bytes(theirs_abbreviated[name])
+    )
+
+
+def explain_differences(daemon: Mapping[str, Any], client: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
+    """Every leaf that differs, as dotted paths with both values; an absent side is ``None``."""
+    return tuple(_leaf_differences("", daemon, client))
+
+
+def _leaf_differences(path: str, daemon: Any, client: Any) -> Iterator[FieldDifference]:
+    if isinstance(daemon, Mapping) and isinstance(client, Mapping):
+        for key in sorted(daemon.keys() | client.keys()):
+            yield from _leaf_differences(f"{path}.{key}" if path else key, daemon.get(key), client.get(key))
+    elif canonical_bytes(daemon) != canonical_bytes(client):
+        yield FieldDifference(path, daemon, client)
+
+
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """``config.json`` of a checkpoint directory. Raises ModelConfigError saying what is wrong with it."""
+    path = model_dir / "config.json"
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MODEL_CONFIG_MAX_BYTES + 1)
+    except OSError as error:
+        raise ModelConfigError(
+            "cannot read the checkpoint's config.json",
+            found=error.strerror,
+            where=path,
+            next_step="name a directory that holds config.json and *.safetensors",
+        ) from error
+    if len(data) > MODEL_CONFIG_MAX_BYTES:
+        raise ModelConfigError(
+            "config.json is too large", expected=f"at most {MODEL_CONFIG_MAX_BYTES} bytes", where=path
+        )
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError("config.json is not JSON", found=str(error), where=path) from error
+    if not isinstance(config, dict):
+        raise ModelConfigError(
+            "config.json is not an object", expected="a JSON object", found=type(config).__name__, where=path
+        )
+    return config
+
+
+def _architecture(config: Mapping[str, Any], where: Path) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ModelConfigError(
+            "config.json does not name one architecture",
+            expected='"architectures": ["<one name>"]',
+            found=names,
+            where=where,
+        )
+    return names[0]
+
+
+def build_config(
+    model_dir: Path,
+    *,
+    layout: str,
+    tp_size: int,
+    tp_rank: int,
+    dtype: str = "auto",
+    quantization: str = "none",
+) -> CacheConfig:
+    """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
+
+    Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
+    """
+    model = read_model_config(model_dir)
+    if layout not in LAYOUT_REVISIONS:
+        raise InvalidOption("unknown layout", expected=" or ".join(LAYOUT_REVISIONS), found=layout)
+    try:
+        return CacheConfig(
+            architecture=_architecture(model, model_dir / "config.json"),
+            layout=layout,
+            layout_revision=LAYOUT_REVISIONS[layout],
+            parallel=Parallel(tp_size=tp_size, tp_rank=tp_rank),
+            model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
+            dtype=dtype,  # type: ignore[arg-type]  # validated by the model
+            quantization=Quantization.named(quantization),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "parallel"
+        raise InvalidOption(f"unusable {field}", expected=first["msg"], found=first["input"]) from error
+
+
+class Provenance(_Frozen):
+    """Where weights came from, for people. The client warns when the daemon's differs from its own; nothing is refused."""
+
+    path: str = Field(max_length=4096)
+    host: str = Field(max_length=255)
+    revision: str | None = Field(default=None, max_length=255)
+    tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+
+def provenance_of(model_dir: Path) -> Provenance:
+    """Describe ``model_dir``: real path, this host, the hub snapshot's revision where the path shows one, tokenizer digest."""
+    real = Path(os.path.realpath(model_dir))
+    digest = hashlib.sha256()
+    found = False
+    for name in _TOKENIZER_FILES:
+        try:
+            data = (real / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+        found = True
+    return Provenance(
+        path=str(real),
+        host=socket.gethostname(),
+        revision=real.name if real.parent.name == "snapshots" else None,
+        tokenizer_sha256=digest.hexdigest() if found else None,
+    )

@@ -1,0 +1,52 @@
+"""File descriptors with an owner: from creation to hand-over, exactly one object answers for closing each.
+
+Owns :class:`OwnedFds`, the guard that every received or created descriptor sits in until somebody takes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from types import TracebackType
+
+
+class OwnedFds:
+    """A fixed list of descriptors, all closed on :meth:`close` (or leaving the ``with`` block) except those taken."""
+
+    def __init__(self, fds: Iterable[int] = ()) -> None:
+        self._fds: list[int | None] = list(fds)
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def __getitem__(self, position: int) -> int:
+        """Look at a descriptor without taking it."""
+        fd = self._fds[position]
+        if fd is None:
+            raise ValueError(f"descriptor {position} was already taken")
+        return fd
+
+    def take(self, position: int) -> int:
+        """Hand the descriptor over: the caller closes it from now on."""
+        fd = self[position]
+        self._fds[position] = None
+        return fd
+
+    def take_all(self) -> list[int]:
+        """Hand over every descriptor, in order."""
+        return [self.take(position) for position in range(len(self._fds))]
+
+    def close(self) -> None:
+        """Close what was not taken. Safe to call twice."""
+        fds, self._fds = self._fds, [None] * len(self._fds)
+        for fd in fds:
+            if fd is not None:
+                os.close(fd)
+
+    def __enter__(self) -> OwnedFds:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

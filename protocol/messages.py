@@ -1,0 +1,210 @@
+"""What a client and a daemon say to each other: a closed set of frozen messages, unknown fields rejected.
+
+Owns the messages of the data plane and the two dialects (one per direction) that say which may travel which way and how
+large they may be. ``framing.py`` turns them into bytes. Nothing here can carry code or a path to be opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from weightcached.protocol.config import Provenance
+
+PROTOCOL_VERSION = 1
+
+CLIENT_BODY_MAX_BYTES = 64 * 1024
+DAEMON_BODY_MAX_BYTES = 1024 * 1024
+GRANT_FDS_MAX = 64
+WAIT_MAX_S = 24 * 3600.0
+
+Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+ShortText = Annotated[str, StringConstraints(max_length=1024)]
+LongText = Annotated[str, StringConstraints(max_length=32 * 1024)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Message(BaseModel):
+    """Base of every message: immutable, strictly typed, closed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
+
+
+class Hello(Message):
+    """A client asks for weights. Sent again on the same connection, with ``digest``, to answer :class:`Unproven`."""
+
+    client_version: ShortText
+    name: ShortText
+    pid: Count
+    config: dict[str, Any]
+    """The config's entries, abbreviated (``config.py``)."""
+    fingerprint: Hex64
+    receipts: Hex64 | None
+    receipts_trusted: bool
+    digest: Hex64 | None
+    want: ShortText
+    """``checkpoint``, ``current``, or a version."""
+    wait_s: Annotated[float, Field(ge=0, le=WAIT_MAX_S, allow_inf_nan=False)]
+
+
+class Status(Message):
+    """Ask for a :class:`Report`."""
+
+
+class Ping(Message):
+    """Ask for a :class:`Pong` with the same token."""
+
+    token: Count
+
+
+class Loading(Message):
+    """Not ready yet; repeated while the client waits."""
+
+    stage: ShortText
+    bytes_done: Count
+    bytes_total: Count
+    bytes_per_s: Seconds
+
+
+class AccountingCounts(Message):
+    """How many checkpoint tensors were expected, loaded, ignored and unexpected; the names are in the manifest."""
+
+    expected: Count
+    loaded: Count
+    ignored: Count
+    unexpected: Count
+
+
+class SegmentInfo(Message):
+    """One segment: the memory kind that says how to import its descriptor, and its size."""
+
+    memory: Literal["host"]
+    nbytes: Count
+
+
+class Grant(Message):
+    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order.
+
+    ``version`` is the best known; ``receipts_version`` is the one that stood in before the content digest was known, so
+    that two ranks that attached on either side of that moment still have one thing to compare.
+    """
+
+    generation: Hex32
+    version: ShortText
+    receipts_version: ShortText
+    nonce: Hex32
+    manifest_sha256: Hex64
+    manifest_nbytes: Count
+    segments: Annotated[tuple[SegmentInfo, ...], Field(strict=False, max_length=GRANT_FDS_MAX - 1)]
+    resident_nbytes: Count
+    accounting: AccountingCounts
+    digest: Hex64 | None
+    provenance: Provenance
+
+
+class Unproven(Message):
+    """Receipts did not prove equal content. The client may answer with another Hello that carries the digest."""
+
+    reason: LongText
+    rule: LongText
+    """Which rule decided: for the log of whoever wonders why a digest was needed."""
+
+
+class DifferingField(Message):
+    """One config entry that differs, with the daemon's full value (``present`` is false when it has none)."""
+
+    name: ShortText
+    present: bool
+    value: Any
+
+
+class Refused(Message):
+    """No. ``code`` is a code of the error tree; the other fields fill the error the client raises."""
+
+    code: ShortText
+    message: LongText
+    expected: LongText | None = None
+    found: LongText | None = None
+    where: LongText | None = None
+    next_step: LongText | None = None
+    fields: Annotated[tuple[DifferingField, ...], Field(strict=False)] = ()
+
+
+class Pong(Message):
+    token: Count
+
+
+class LeaseInfo(Message):
+    """One open lease, for people."""
+
+    pid: Count
+    uid: Count
+    name: ShortText
+    age_s: Seconds
+
+
+class Report(Message):
+    """A snapshot of one daemon: everything ``weightcached status`` shows comes from here."""
+
+    daemon_version: ShortText
+    pid: Count
+    place: ShortText
+    socket_path: ShortText
+    model: ShortText
+    layout: ShortText
+    tp_rank: Count
+    tp_size: Count
+    dtype: ShortText
+    quantization: ShortText
+    memory: ShortText
+    state: ShortText
+    stage: ShortText
+    bytes_done: Count
+    bytes_total: Count
+    bytes_per_s: Seconds
+    resident_nbytes: Count
+    own_memory_nbytes: Count
+    """The keeper's anonymous memory (RssAnon)."""
+    generation: Hex32 | None
+    version: ShortText | None
+    fingerprint: Hex64 | None
+    digest: Hex64 | None
+    leases: Annotated[tuple[LeaseInfo, ...], Field(strict=False)]
+    last_error: LongText | None
+    uptime_s: Seconds
+    load_seconds: dict[str, Seconds]
+    """Seconds per stage of the last load."""
+    bytes_read: Count
+    attaches: dict[str, Count]
+    """Attach attempts by outcome: ``granted`` or the code they were refused with."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What may travel in one direction: message types by number, the body's limit, and how many descriptors at most."""
+
+    name: str
+    types: Mapping[int, type[Message]]
+    body_max_bytes: int
+    fds_max: int
+
+    def number_of(self, message: Message) -> int:
+        """The type number of ``message``; a ValueError (our own bug) when this direction does not have it."""
+        for number, kind in self.types.items():
+            if type(message) is kind:
+                return number
+        raise ValueError(f"{type(message).__name__} does not travel {self.name}")
+
+
+CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0)
+DAEMON_TO_CLIENT = Dialect(
+    "daemon to client",
+    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong},
+    DAEMON_BODY_MAX_BYTES,
+    GRANT_FDS_MAX,
+)

@@ -1,0 +1,106 @@
+"""Where one daemon serves: a place is (runtime directory, name, device), and everything's path follows from it.
+
+Owns the default runtime directory, the socket and lock paths, their limits, and finding the places of a directory.
+Both sides use it; neither takes paths from anywhere else. Touches the file system only in :func:`places_in`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.protocol.errors import InvalidOption, InvalidPlace
+
+DEFAULT_RUNTIME_DIR = Path("/run/weightcached")
+RUNTIME_DIR_VARIABLE = "WEIGHTCACHED_RUNTIME_DIR"
+DEFAULT_NAME = "default"
+SOCKET_SUFFIX = ".sock"
+LOCK_SUFFIX = ".lock"
+# sun_path holds 108 bytes with its terminating NUL. The daemon binds under a temporary name first (the final name and
+# this suffix), so the suffix has to fit too.
+SOCKET_PATH_MAX_BYTES = 107
+BINDING_SUFFIX = ".new"
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")
+
+
+def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
+    """The runtime directory: the explicit option, else ``WEIGHTCACHED_RUNTIME_DIR``, else ``/run/weightcached``.
+
+    No other variable matters: a default that depended on the environment would differ between a container and its host,
+    and an engine that looks elsewhere would silently load from disk.
+    """
+    chosen = Path(option) if option is not None else Path(os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR)
+    if not chosen.is_absolute():
+        raise InvalidOption("the runtime directory must be an absolute path", found=str(chosen))
+    return chosen
+
+
+def host_device(*, tp_size: int, tp_rank: int) -> str:
+    """The device word of a host-memory place, such as ``host-tp0of2``."""
+    if not 0 <= tp_rank < tp_size:
+        raise InvalidOption("the tensor-parallel rank is out of range", expected=f"0 to {tp_size - 1}", found=tp_rank)
+    return f"host-tp{tp_rank}of{tp_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one daemon serves. Made only with valid words and a socket path that fits (InvalidPlace otherwise)."""
+
+    runtime_dir: Path
+    name: str
+    device: str
+
+    def __post_init__(self) -> None:
+        for what, word in (("name", self.name), ("device", self.device)):
+            if not _NAME.match(word):
+                raise InvalidOption(
+                    f"unusable {what}",
+                    expected="letters, digits, '_', '-', '.', not starting with '.' or '-'",
+                    found=word,
+                )
+        longest = os.fsencode(self.socket_path) + BINDING_SUFFIX.encode()
+        if len(longest) > SOCKET_PATH_MAX_BYTES:
+            raise InvalidPlace(
+                "the socket's path is too long",
+                expected=f"at most {SOCKET_PATH_MAX_BYTES - len(BINDING_SUFFIX)} bytes",
+                found=f"{len(os.fsencode(self.socket_path))} bytes",
+                where=self.socket_path,
+                next_step="choose a shorter --runtime-dir or --name",
+            )
+
+    @property
+    def directory(self) -> Path:
+        return self.runtime_dir / self.name
+
+    @property
+    def socket_path(self) -> Path:
+        return self.directory / f"{self.device}{SOCKET_SUFFIX}"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.directory / f"{self.device}{LOCK_SUFFIX}"
+
+    @property
+    def binding_path(self) -> Path:
+        """Where the daemon binds and listens before it renames over :attr:`socket_path`."""
+        return self.directory / f"{self.device}{SOCKET_SUFFIX}{BINDING_SUFFIX}"
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.device}"
+
+
+def places_in(runtime_dir: Path) -> list[Place]:
+    """Every place of ``runtime_dir`` that has a socket file or a lock file, sorted. A missing directory has none."""
+    found = set()
+    for pattern in (f"*/*{SOCKET_SUFFIX}", f"*/*{LOCK_SUFFIX}"):
+        for path in runtime_dir.glob(pattern):
+            found.add(Place(runtime_dir, path.parent.name, path.stem))
+    return sorted(found, key=lambda place: (place.name, place.device))
+
+
+def sockets_near(place: Place) -> list[Path]:
+    """Socket files that exist in ``place``'s runtime directory, to help whoever looked at the wrong path."""
+    return sorted(place.runtime_dir.glob(f"*/*{SOCKET_SUFFIX}"))

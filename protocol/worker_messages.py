@@ -1,0 +1,91 @@
+"""What the keeper and its worker say to each other, over a socket pair that the worker inherits.
+
+The order is fixed: ``Job`` → ``Planned`` → ``Memory`` (with the segments' descriptors) → ``Progress``… → ``Done`` (with
+the manifest's descriptor), or ``Failed`` at any point. Same framing as the data plane, other dialects.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from weightcached.protocol.messages import (
+    DAEMON_BODY_MAX_BYTES,
+    GRANT_FDS_MAX,
+    AccountingCounts,
+    Count,
+    Dialect,
+    Hex32,
+    Hex64,
+    LongText,
+    Message,
+    Seconds,
+    ShortText,
+)
+
+JOB_BODY_MAX_BYTES = 32 * 1024 * 1024
+
+
+class Job(Message):
+    """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
+
+    model_dir: LongText
+    config: dict[str, Any]
+    generation: Hex32
+    keeper_pid: Count
+
+
+class Planned(Message):
+    """Headers read, plan proven. Nothing is allocated yet: the keeper decides whether there is room."""
+
+    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False)]
+    bytes_to_read: Count
+    receipts: Hex64
+    receipts_trusted: bool
+    receipts_young: bool
+    """Changed less than two seconds ago: not to be remembered."""
+    accounting: AccountingCounts
+
+
+class Memory(Message):
+    """Carries one writable descriptor per segment. ``version`` and ``receipts_version`` go into the manifest."""
+
+    version: ShortText
+    receipts_version: ShortText
+    digest: Hex64 | None
+
+
+class Progress(Message):
+    """How far a stage is."""
+
+    stage: ShortText
+    bytes_done: Count
+    bytes_total: Count
+
+
+class Done(Message):
+    """Every segment is filled and unmapped; carries the sealed manifest's descriptor."""
+
+    manifest_nbytes: Count
+    resident_nbytes: Count
+    bytes_read: Count
+    seconds: dict[str, Seconds]
+
+
+class Failed(Message):
+    """The load failed. ``code`` is a code of the error tree; ``transient`` means that trying again may help."""
+
+    code: ShortText
+    message: LongText
+    expected: LongText | None = None
+    found: LongText | None = None
+    where: LongText | None = None
+    next_step: LongText | None = None
+    transient: bool = False
+
+
+KEEPER_TO_WORKER = Dialect("keeper to worker", {1: Job, 2: Memory}, JOB_BODY_MAX_BYTES, GRANT_FDS_MAX)
+WORKER_TO_KEEPER = Dialect(
+    "worker to keeper", {64: Planned, 65: Progress, 66: Done, 67: Failed}, DAEMON_BODY_MAX_BYTES, 1
+)
