@@ -1,0 +1,95 @@
+"""The load plan's words: copies, transforms, parameters. Data only; `plan.py` makes it, executors carry it out.
+
+Everything here is frozen, made from headers, and knows neither files' bytes nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weightcached.loader.accounting import Accounting
+from weightcached.loader.boxes import Box, Shape
+from weightcached.protocol.config import CacheConfig
+
+PartKind = Literal["column", "row", "vocabulary", "replicated"]
+"""How ranks share a parameter: rows each, columns each, vocabulary rows each, or a full copy each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a safetensors header says of one tensor. ``file`` is a name within the checkpoint directory."""
+
+    name: str
+    dtype: str
+    """Our (torch's) name: ``bfloat16``."""
+    shape: Shape
+    file: str
+    offset: int
+    """Absolute byte offset in the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements of ``source`` (a box of the checkpoint tensor), in C order, become those of ``destination`` (of the parameter).
+
+    The boxes have equal shapes, axes of length one aside, and are never empty.
+    """
+
+    tensor: TensorHeader
+    source: Box
+    destination: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Convert elements to ``dtype``, to nearest even."""
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeFp8:
+    """Quantize the copied ``[out, in]`` to e4m3, one float32 scale an output channel, written to the parameter ``scale``.
+
+    Reads the checkpoint's own values (``source_dtype``), not cast ones.
+    """
+
+    scale: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParameter:
+    """One parameter of this rank: its local shape, its dtype in the segment, and where each element comes from.
+
+    ``copies`` and ``zeros`` together are every element exactly once, except where ``alias_of`` or ``produced_by`` is set:
+    then both are empty.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    """As stored in the segment."""
+    source_dtype: str | None
+    """Of all copies; ``None`` when there are none."""
+    copies: tuple[Copy, ...]
+    zeros: tuple[Box, ...] = ()
+    """Padding."""
+    transform: Cast | QuantizeFp8 | None = None
+    alias_of: str | None = None
+    """The parameter whose place this one shares."""
+    produced_by: str | None = None
+    """The weight whose quantization writes this scale."""
+    part_kind: PartKind = "replicated"
+    kind: Literal["parameter"] = "parameter"
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All parameters of one rank, in the order the layout fixes, and the account of the checkpoint's names."""
+
+    config: CacheConfig
+    parameters: tuple[PlannedParameter, ...]
+    accounting: Accounting
