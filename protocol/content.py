@@ -1,0 +1,200 @@
+"""Owns the identity of checkpoint *content*: which files are the weights, and what stands for their bytes.
+
+- :func:`weight_files` names the files (the index is the authority), :func:`open_weights` opens them;
+- :func:`take_receipts` takes stat evidence of exactly those descriptors, after settling each with ``fsync``;
+- :func:`version_of` makes the version that ranks compare.
+
+It reads no weight (digests.py does), and does not look into safetensors headers (the loader does). Anybody may call it:
+keeper, worker, client.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightcached.protocol.errors import CheckpointError, IndexFileError, MissingShard, PickleRefused
+from weightcached.protocol.index_file import INDEX_LIMIT_BYTES, INDEX_NAME, PICKLE_SUFFIXES, parse_index
+
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files that are a checkpoint's weights. Nothing is open; the files were there when it was made."""
+
+    directory: Path
+    names: tuple[str, ...]
+    """Plain file names of the weights, sorted; the index is not among them."""
+    index: str | None
+    """The index's file name, where there is one."""
+    weight_map: Mapping[str, str] | None
+    """Tensor → file name, read-only, as the index says; ``None`` without an index."""
+    ignored: dict[str, str]
+    """Files that look like weights and are not used → why."""
+    index_stat: tuple[int, ...] | None = field(default=None, repr=False)
+    """What the index was when it was parsed, so that opening can notice that another has taken its place."""
+
+
+def weight_files(model_dir: str | os.PathLike[str]) -> WeightFiles:
+    """Decides which files are the weights of ``model_dir``; reads directory and index only.
+
+    With an index: exactly the files it names. Without: ``model.safetensors``, else the only ``*.safetensors`` there is.
+    Links are followed (hub caches are links). Raises :class:`MissingShard`, :class:`IndexFileError` (bad index, or several
+    files to choose from), :class:`PickleRefused`, or :class:`CheckpointError` (no readable directory).
+    """
+    directory = Path(model_dir)
+    present = _list(directory)
+    if INDEX_NAME in present:
+        raw, index_stat = _read_index(directory / INDEX_NAME)
+        weight_map = parse_index(raw, where=str(directory / INDEX_NAME))
+        names = tuple(sorted(set(weight_map.values())))
+        _require_present(directory, names, present)
+        ignored = _ignored(present, names, f"{INDEX_NAME} does not name it")
+        return WeightFiles(directory, names, INDEX_NAME, weight_map, ignored, index_stat)
+    candidates = [name for name in present if name.endswith(".safetensors")]
+    name = SINGLE_NAME if SINGLE_NAME in candidates else _only(directory, candidates, present)
+    _require_present(directory, (name,), present)
+    return WeightFiles(directory, (name,), None, None, _ignored(present, (name,), f"{name} is the whole checkpoint"))
+
+
+def weights_visible(model_dir: str | os.PathLike[str]) -> bool:
+    """Whether the directory has any weight file at all: without one, only a stated digest can name the content."""
+    return any(name.endswith((".safetensors", *PICKLE_SUFFIXES)) for name in _list(Path(model_dir)))
+
+
+def _list(directory: Path) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(directory))
+    except OSError as error:
+        raise CheckpointError(
+            "the model directory cannot be read",
+            expected="a directory with config.json and *.safetensors",
+            found=error.strerror,
+            where=directory,
+        ) from error
+
+
+def _only(directory: Path, candidates: list[str], present: frozenset[str]) -> str:
+    """The one candidate, or the error that says why there is none to choose."""
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise IndexFileError(
+            "several safetensors files and no index to say which are the checkpoint",
+            expected=f"{INDEX_NAME}, or {SINGLE_NAME}, or a single *.safetensors",
+            found=", ".join(sorted(candidates)[:8]),
+            where=directory,
+            next_step=f"restore {INDEX_NAME} (the checkpoint ships it), or move the other files away",
+        )
+    if pickles := sorted(name for name in present if name.endswith(PICKLE_SUFFIXES)):
+        raise PickleRefused(
+            "the checkpoint has only pickle files, which can run code and are never opened",
+            expected="*.safetensors",
+            found=", ".join(pickles[:8]),
+            where=directory,
+            next_step="convert the checkpoint to safetensors, where it is trusted",
+        )
+    raise MissingShard(
+        "the directory has no weights",
+        expected=f"{INDEX_NAME} and its files, or {SINGLE_NAME}",
+        found="neither",
+        where=directory,
+    )
+
+
+def _require_present(directory: Path, names: tuple[str, ...], present: frozenset[str]) -> None:
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise MissingShard(
+            "files that the index names are missing",
+            expected=f"{len(names)} files",
+            found=f"{len(missing)} missing: {', '.join(missing[:8])}",
+            where=directory / INDEX_NAME,
+            next_step="download the checkpoint again, or restore those files",
+        )
+    for name in names:
+        _require_regular(directory / name, _stat(directory / name))
+
+
+def _ignored(present: frozenset[str], used: tuple[str, ...], reason: str) -> dict[str, str]:
+    ignored = {}
+    for name in sorted(present.difference(used)):
+        if name.endswith(".safetensors"):
+            ignored[name] = reason
+        elif name.endswith(".safetensors.index.json") and name != INDEX_NAME:
+            ignored[name] = f"only {INDEX_NAME} is the index"
+        elif name.endswith(PICKLE_SUFFIXES):
+            ignored[name] = "pickle files are never opened"
+    return ignored
+
+
+def _read_index(path: Path) -> tuple[bytes, tuple[int, ...]]:
+    fd = _open(path)
+    try:
+        status = os.fstat(fd)
+        if status.st_size > INDEX_LIMIT_BYTES:
+            raise IndexFileError(
+                "the index is too large",
+                expected=f"at most {INDEX_LIMIT_BYTES} bytes",
+                found=f"{status.st_size} bytes",
+                where=path,
+            )
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(INDEX_LIMIT_BYTES), _moment(status)
+    except OSError as error:
+        raise IndexFileError("the index cannot be read", found=error.strerror, where=path) from error
+    finally:
+        os.close(fd)
+
+
+def _moment(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _open(path: Path) -> int:
+    """A read-only, close-on-exec descriptor of a regular file, owned by the caller.
+
+    O_NONBLOCK only keeps ``open`` itself from waiting for ever on a FIFO; it is taken off again.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        _require_regular(path, os.fstat(fd))
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise MissingShard(
+            "a file of the checkpoint is not a regular file",
+            expected="a regular file, or a link to one",
+            found=f"file type {stat.filemode(status.st_mode)[0]!r}",
+            where=path,
+        )
+
+
+def _unusable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return MissingShard(
+            "a file of the checkpoint is not there", expected="a file", found=error.strerror, where=path
+        )
+    return CheckpointError(
+        "a file of the checkpoint cannot be opened", expected="a readable file", found=error.strerror, where=path
+    )

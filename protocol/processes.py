@@ -1,0 +1,49 @@
+"""Owns what a helper process does to itself at its start: die with its parent, step back behind the engines.
+
+Called by processes that weightcached starts (the worker, the digest process) on themselves; never by an engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_CLASS_IDLE = 3 << 13
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(expected_parent_pid: int) -> None:
+    """From now on the kernel kills this process (SIGKILL) when the *thread* that started it ends.
+
+    The parent passes its own pid: if it died before this call the request came too late, and the process kills itself
+    here. Limits: the kernel forgets the request on a change of credentials, and children of this process do not inherit it.
+    Raises :class:`OSError` when the kernel refuses.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if os.getppid() != expected_parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lower_priority() -> tuple[str, ...]:
+    """Gives CPU (nice 19) and disk (the idle class) to everybody else first; call it before any thread is started.
+
+    Returns what could not be lowered, in words: that is worth a log line, not a failure.
+    """
+    refused = []
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+    except OSError as error:
+        refused.append(f"CPU priority: {error.strerror}")
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is None:
+        refused.append(f"disk priority: unknown machine {platform.machine()}")
+    elif _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE) != 0:
+        refused.append(f"disk priority: {os.strerror(ctypes.get_errno())}")
+    return tuple(refused)
