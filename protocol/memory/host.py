@@ -1,0 +1,139 @@
+"""Memory kind ``host``: a segment is a memfd, handed over as a descriptor and protected by seals.
+
+Owns allocation, sealing, export, verification and mapping of segments (and of the manifest, which travels the same way).
+The daemon allocates, seals and exports; the worker maps shared to fill; the client verifies and maps privately.
+
+What the kernel promises once :func:`seal` has succeeded: nobody, root included, can write to, resize or punch holes into
+the memory through any descriptor or a new mapping, and no writable shared mapping exists. A reader's private mapping is
+copy-on-write: what it writes stays in its own pages. The memory lives while any descriptor or mapping of it does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import weakref
+
+from weightcached.protocol.errors import InsufficientMemory, TransferError
+
+# Not in Python 3.11's modules: linux/memfd.h, linux/mman.h.
+_MFD_NOEXEC_SEAL = 0x0008
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def allocate(nbytes: int, *, name: str) -> int:
+    """A new memfd of ``nbytes`` zero bytes that may still be written. The caller owns the descriptor.
+
+    Pages are taken from the system when they are written, not here. ``name`` shows in ``/proc/*/maps``.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)  # Linux before 6.3 does not know the flag
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise InsufficientMemory("cannot size a segment", expected=f"{nbytes} bytes", found=error.strerror) from error
+    return fd
+
+
+def seal(fd: int) -> None:
+    """Make the memory immutable for everybody. Raises BlockingIOError (EBUSY) while a writable shared mapping lives."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise BlockingIOError(error.errno, "a writable mapping of the segment is still alive") from error
+        raise
+
+
+def export(fd: int) -> int:
+    """A read-only descriptor of the same memory, for handing to others. The caller owns it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def verify(fd: int, *, nbytes: int, what: str) -> None:
+    """Refuse a received descriptor that is not sealed memory of exactly ``nbytes``. Raises TransferError naming ``what``."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise TransferError(f"{what} is not memory", expected="a memfd", found=stat.filemode(found.st_mode))
+    if found.st_size != nbytes:
+        raise TransferError(f"{what} has another size than announced", expected=nbytes, found=found.st_size)
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise TransferError(f"{what} cannot be sealed", expected="a memfd", found=error.strerror) from error
+    missing = SEALS & ~seals
+    if missing:
+        raise TransferError(f"{what} lacks seals: its bytes could change", expected=hex(SEALS), found=hex(seals))
+
+
+class Mapping:
+    """A mapped segment: ``address`` and ``nbytes``. Unmapped when closed, or when the last reference to it goes.
+
+    Whoever hands out memory of it (a tensor, a view) keeps a reference, so that the memory outlives them all. Python's
+    own ``mmap`` keeps a duplicate of the descriptor, and with it the memory, for as long as the mapping lives; this does not.
+    """
+
+    def __init__(self, fd: int, *, nbytes: int, protection: int, flags: int) -> None:
+        self.nbytes = nbytes
+        address = _libc.mmap(None, max(nbytes, 1), protection, flags, fd, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise TransferError(
+                "cannot map a segment",
+                expected=f"{nbytes} bytes of address space",
+                found=os.strerror(number),
+                next_step="check limits on address space (ulimit -v) and memory of this process",
+            )
+        self.address: int = address
+        self._unmap = weakref.finalize(self, _libc.munmap, ctypes.c_void_p(address), max(nbytes, 1))
+        self._unmap.atexit = False
+
+    def close(self) -> None:
+        """Unmap now. Any view that still points here is invalid from now on. Safe to call twice."""
+        self._unmap()
+
+    @property
+    def closed(self) -> bool:
+        return not self._unmap.alive
+
+    def view(self) -> memoryview:
+        """The mapped bytes as a writable memoryview (of a read-only mapping: writing faults) that keeps the mapping alive."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        block = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        block.owner = self  # type: ignore[attr-defined]  # ctypes arrays take attributes; this one holds the mapping
+        return memoryview(block).cast("B")
+
+
+def map_private(fd: int, *, nbytes: int) -> Mapping:
+    """Map for an engine: readable and writable, its writes going to private pages; no swap is reserved for them."""
+    return Mapping(
+        fd, nbytes=nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE
+    )
+
+
+def map_shared(fd: int, *, nbytes: int) -> Mapping:
+    """Map for the worker that fills the segment. :func:`seal` fails while it lives."""
+    return Mapping(fd, nbytes=nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_SHARED)
+
+
+def map_readonly(fd: int, *, nbytes: int) -> Mapping:
+    """Map for a reader that only looks: the manifest, a digest check."""
+    return Mapping(fd, nbytes=nbytes, protection=mmap.PROT_READ, flags=mmap.MAP_SHARED)
