@@ -16,7 +16,7 @@
     │   └── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
     └── ContractError                 report a bug (or a hostile peer)
         ├── ProtocolError · TransferError
-        └── BindError
+        └── PlanError · BindError
 
 Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them changes
 nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold before.
@@ -288,6 +288,14 @@ class TransferError(ContractError):
     """Descriptors, segments or the manifest are not what was announced: count, size, seals, digest, places."""
 
     code = "transfer"
+
+
+class PlanError(ContractError):
+    """A load plan would leave an element unwritten, write one twice, or read what is not there: a layout's rule is wrong.
+
+    Found before anything is read or allocated."""
+
+    code = "plan"
 
 
 class BindError(ContractError):
