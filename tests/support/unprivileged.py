@@ -43,7 +43,7 @@ def command_as(uid: int, argv: Sequence[str | Path]) -> list[str]:
 
 @contextmanager
 def folder_for_everyone() -> Iterator[Path]:
-    """A temporary folder, removed at the end, that every user can enter and list. (The parents of `tmp_path` are 0700.)"""
+    """A temporary folder, removed at the end, that every user can enter and list. (`tmp_path` lies behind 0700.)"""
     with tempfile.TemporaryDirectory(prefix="weightcached-", dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o755)
