@@ -1,1 +1,12 @@
-"""Declarative rules per architecture: which checkpoint tensors make which parameter, and how each is sharded."""
+"""Architectures of the ``fused`` layout: one small declarative table each, found by the name ``config.json`` gives."""
+
+from __future__ import annotations
+
+from weightcached.loader.architectures.llama import LLAMA, MISTRAL
+from weightcached.loader.architectures.qwen import QWEN2, QWEN3
+from weightcached.loader.architectures.table import Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {
+    name: table for table in (LLAMA, MISTRAL, QWEN2, QWEN3) for name in table.names
+}
+"""Architecture name → table."""

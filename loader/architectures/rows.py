@@ -1,0 +1,252 @@
+"""The rows that architecture tables are made of, and the arithmetic of each: what a rank keeps of which tensor.
+
+Pure: sizes and a rank in, `Wanted` parameters out; no headers, no files. A row knows how its parameters are shared among
+tensor-parallel (TP) ranks. Notation as in the field: T ranks, rank r, H query heads, K key/value heads, d head size.
+A size that T does not divide raises `Indivisible`; nothing is ever rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightcached.loader.architectures.shape import ModelShape, Size
+from weightcached.loader.boxes import Box, Shape, whole
+from weightcached.loader.planned import PartKind
+
+VOCABULARY_MULTIPLE = 64
+"""Vocabularies are padded to a multiple of this, whatever T is."""
+
+Switch = str | bool
+"""Whether a bias exists: always, never, or as a boolean of ``config.json`` says."""
+
+
+class Indivisible(Exception):
+    """T ranks cannot share ``what`` (``number`` of them). The planner turns it into an error that says which T would do."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} ({number})")
+        self.what = what
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Rank ``index`` of ``size`` tensor-parallel ranks."""
+
+    size: int
+    index: int
+
+    def share(self, number: int, what: str) -> int:
+        """``number / T``. Raises Indivisible, naming ``what``, when it is not whole."""
+        if number % self.size:
+            raise Indivisible(what, number)
+        return number // self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``box`` of the checkpoint tensor ``source``, which must have ``shape``, goes to ``destination`` of the parameter."""
+
+    source: str
+    shape: Shape
+    box: Box
+    destination: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A parameter of one rank, before headers are looked at."""
+
+    name: str
+    shape: Shape
+    part_kind: PartKind
+    parts: tuple[Part, ...] = ()
+    zeros: tuple[Box, ...] = ()
+    linear: bool = False
+    """A weight ``[out, in]`` of a linear layer, which an online quantizer may take."""
+    alias_of: str | None = None
+
+
+class Row(Protocol):
+    """One row of a table."""
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        """This rank's parameters, in the layout's order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The same tensor on every rank: norms, and whatever is too small to cut."""
+
+    name: str
+    sizes: tuple[Size, ...]
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        shape = tuple(map(model.size, self.sizes))
+        yield Wanted(self.name, shape, "replicated", (Part(self.name, shape, whole(shape), whole(shape)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Linear layers cut by output rows, each of ``parts`` on its own, then stacked: this rank's gate above its up.
+
+    One part, ``name`` itself, is a plain column-parallel layer.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    outputs: Size
+    inputs: Size
+    bias: Switch = False
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        total = model.size(self.outputs)
+        share = rank.share(total, _worded(self.outputs))
+        ranges = [_RowRange(part, total, rank.index * share, share) for part in self.parts]
+        yield from _stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallel:
+    """A linear layer cut by input columns. Its bias is a full copy on every rank: the engine adds it once."""
+
+    name: str
+    outputs: Size
+    inputs: Size
+    bias: Switch = False
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        outputs, inputs = model.size(self.outputs), model.size(self.inputs)
+        share = rank.share(inputs, _worded(self.inputs))
+        kept, local = Box((0, rank.index * share), (outputs, share)), (outputs, share)
+        part = Part(f"{self.name}.weight", (outputs, inputs), kept, whole(local))
+        yield Wanted(f"{self.name}.weight", local, "row", (part,), linear=True)
+        if _is_on(self.bias, model):
+            full = Part(f"{self.name}.bias", (outputs,), whole((outputs,)), whole((outputs,)))
+            yield Wanted(f"{self.name}.bias", (outputs,), "replicated", (full,))
+
+
+@dataclass(frozen=True, slots=True)
+class Qkv:
+    """Query, key and value projections stacked, cut by heads. With more ranks than key/value heads, each head is on T/K."""
+
+    name: str
+    query: str
+    key: str
+    value: str
+    inputs: Size
+    bias: Switch = False
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        heads, kv_heads, head = model.size("heads"), model.size("kv_heads"), model.size("head")
+        query_rows = rank.share(heads, "query heads") * head
+        first_kv_head, kept_kv_heads = _kv_heads(kv_heads, rank)
+        kv = (kv_heads * head, first_kv_head * head, kept_kv_heads * head)
+        ranges = [
+            _RowRange(self.query, heads * head, rank.index * query_rows, query_rows),
+            _RowRange(self.key, *kv),
+            _RowRange(self.value, *kv),
+        ]
+        yield from _stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """An embedding or a head ``[vocabulary, hidden]`` cut by rows, the vocabulary padded first; padding rows are zeros.
+
+    With ``tied_to`` it is another name of that one where ``config.json`` ties them (``tie_word_embeddings``).
+    """
+
+    name: str
+    tied_to: str | None = None
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        vocabulary, hidden = model.size("vocabulary"), model.size("hidden")
+        padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        rows = rank.share(padded, f"vocabulary of {vocabulary}, padded to {padded},")
+        name, shape = f"{self.name}.weight", (rows, hidden)
+        if self.tied_to is not None and model.switch("tie_word_embeddings"):
+            yield Wanted(name, shape, "vocabulary", alias_of=f"{self.tied_to}.weight")
+            return
+        start = min(rank.index * rows, vocabulary)
+        kept = min(start + rows, vocabulary) - start
+        part = Part(name, (vocabulary, hidden), Box((start, 0), (kept, hidden)), Box((0, 0), (kept, hidden)))
+        padding = Box((kept, 0), (rows - kept, hidden))
+        yield Wanted(name, shape, "vocabulary", (part,), (padding,) if padding.volume else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that stand once for each of ``count`` layers, their names under ``prefix.<index>.``."""
+
+    prefix: str
+    count: Size
+    rows: tuple[Row, ...]
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        # The arithmetic is the same for every layer: done once, its boxes shared.
+        templates = [wanted for row in self.rows for wanted in row.wanted(model, rank)]
+        for index in range(model.size(self.count)):
+            under = f"{self.prefix}.{index}."
+            for template in templates:
+                yield _renamed(template, under)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRange:
+    """Rows ``start .. start + count`` of the ``total`` rows of the layer ``source``."""
+
+    source: str
+    total: int
+    start: int
+    count: int
+
+
+def _stacked(name: str, ranges: Iterable[_RowRange], inputs: int, *, bias: bool) -> Iterator[Wanted]:
+    """The linear layer whose rows are the ranges, one below the other, and its bias."""
+    weights, biases, filled = [], [], 0
+    for rows in ranges:
+        weights.append(
+            Part(
+                f"{rows.source}.weight",
+                (rows.total, inputs),
+                Box((rows.start, 0), (rows.count, inputs)),
+                Box((filled, 0), (rows.count, inputs)),
+            )
+        )
+        biases.append(
+            Part(f"{rows.source}.bias", (rows.total,), Box((rows.start,), (rows.count,)), Box((filled,), (rows.count,)))
+        )
+        filled += rows.count
+    yield Wanted(f"{name}.weight", (filled, inputs), "column", tuple(weights), linear=True)
+    if bias:
+        yield Wanted(f"{name}.bias", (filled,), "column", tuple(biases))
+
+
+def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:
+    """(first, count) of the key/value heads on this rank. Raises Indivisible."""
+    if rank.size < kv_heads:
+        count = rank.share(kv_heads, "key/value heads")
+        return rank.index * count, count
+    if rank.size % kv_heads:
+        raise Indivisible("key/value heads", kv_heads)
+    return rank.index // (rank.size // kv_heads), 1
+
+
+def _renamed(wanted: Wanted, under: str) -> Wanted:
+    parts = tuple(Part(under + part.source, part.shape, part.box, part.destination) for part in wanted.parts)
+    alias = None if wanted.alias_of is None else under + wanted.alias_of
+    return Wanted(
+        under + wanted.name, wanted.shape, wanted.part_kind, parts, wanted.zeros, wanted.linear, alias
+    )
+
+
+def _is_on(switch: Switch, model: ModelShape) -> bool:
+    return switch if isinstance(switch, bool) else model.switch(switch)
+
+
+def _worded(size: Size) -> str:
+    return {"queries": "query heads' outputs"}.get(size, f"{size} size")

@@ -1,0 +1,173 @@
+"""The ``fused`` layout: parameters under engines' names, cut for one rank by the tables in `architectures/`.
+
+Pure. A table says what is wanted; here it meets the headers: names are accounted for, shapes checked against
+``config.json``, dtypes settled. Called by `plan.py` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from weightcached.loader.accounting import Accounting, account
+from weightcached.loader.architectures import ARCHITECTURES, Architecture
+from weightcached.loader.architectures.rows import Indivisible, Part, Rank, Wanted
+from weightcached.loader.architectures.shape import ModelShape
+from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.dtypes import DTYPES
+from weightcached.protocol.errors import ShapeMismatch, UnsupportedModel
+
+
+def fused_parameters(
+    tensors: Mapping[str, TensorHeader], config: CacheConfig
+) -> tuple[tuple[PlannedParameter, ...], Accounting]:
+    """This rank's parameters in the layout's order, and the balanced account of the checkpoint's names.
+
+    Raises UnsupportedModel, ModelConfigError, MissingTensor, UnexpectedTensor or ShapeMismatch.
+    """
+    architecture = _architecture(config)
+    model = architecture.shape_of(config.model)
+    wanted = _wanted(architecture, model, config)
+    accounting = _account(architecture, model, wanted, tensors)
+    parameters: dict[str, PlannedParameter] = {}
+    for one in wanted:
+        for parameter in _planned(one, tensors, parameters, config):
+            parameters[parameter.name] = parameter
+    return tuple(parameters.values()), accounting
+
+
+def _architecture(config: CacheConfig) -> Architecture:
+    table = ARCHITECTURES.get(config.architecture)
+    if table is None:
+        raise UnsupportedModel(
+            f"layout 'fused' has no table for architecture {config.architecture}",
+            expected=", ".join(sorted(ARCHITECTURES)),
+            found=config.architecture,
+            next_step="--layout hf serves any architecture as it is on disk, at TP size 1",
+        )
+    if config.model.get("quantization_config") is not None:
+        raise UnsupportedModel(
+            "the checkpoint is quantized (config.json has quantization_config); layout 'fused' takes plain ones only",
+            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
+        )
+    return table
+
+
+def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) -> list[Wanted]:
+    rank = Rank(config.parallel.tp_size, config.parallel.tp_rank)
+    try:
+        return list(architecture.wanted(model, rank))
+    except Indivisible as fault:
+        sizes = ", ".join(map(str, architecture.possible_sizes(model)))
+        raise UnsupportedModel(
+            f"{config.architecture}: {rank.size} ranks cannot share {fault.what} {fault.number} evenly",
+            expected=f"TP size {sizes}",
+            found=f"TP size {rank.size}",
+            next_step=f"use one of the TP sizes {sizes}",
+        ) from None
+
+
+def _account(
+    architecture: Architecture, model: ModelShape, wanted: list[Wanted], tensors: Mapping[str, TensorHeader]
+) -> Accounting:
+    expected = {part.source for one in wanted for part in one.parts}
+    excuses = architecture.excuses(tensors.keys() - expected, model)
+    accounting = account(expected=expected, present=tensors, ignored=excuses)
+    accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
+    return accounting
+
+
+def _files(accounting: Accounting, tensors: Mapping[str, TensorHeader]) -> str | None:
+    """The files that hold what nobody expected."""
+    files = sorted({tensors[name].file for name in accounting.unexpected})
+    return ", ".join(files) or None
+
+
+def _layer_hint(architecture: Architecture, model: ModelShape, tensors: Mapping[str, TensorHeader]) -> str | None:
+    """What to look at when the files have another number of layers than ``config.json`` says."""
+    for block in architecture.blocks():
+        depth = len(block.prefix.split("."))
+        indices = {
+            int(name.split(".")[depth])
+            for name in tensors
+            if name.startswith(f"{block.prefix}.") and name.split(".")[depth].isdecimal()
+        }
+        stated, there = model.size(block.count), max(indices, default=-1) + 1
+        if stated != there:
+            return f"config.json says {stated} layers, the files have {there}: one of them is of another model"
+    return None
+
+
+def _planned(
+    wanted: Wanted, tensors: Mapping[str, TensorHeader], earlier: Mapping[str, PlannedParameter], config: CacheConfig
+) -> Iterator[PlannedParameter]:
+    """The parameter, followed by its scale where it is quantized."""
+    if wanted.alias_of is not None:
+        target = earlier[wanted.alias_of]
+        yield PlannedParameter(
+            wanted.name, wanted.shape, target.dtype, None, (), alias_of=target.name, part_kind=wanted.part_kind
+        )
+        return
+    headers = [_header(part, tensors) for part in wanted.parts]
+    source = _common_dtype(wanted, headers)
+    copies = tuple(
+        Copy(header, part.box, part.destination)
+        for header, part in zip(headers, wanted.parts, strict=True)
+        if part.box.volume
+    )
+    scale = f"{wanted.name}_scale"
+    transform: Cast | QuantizeFp8 | None = None
+    dtype = source
+    if wanted.linear and config.quantization.method == "fp8":
+        dtype, transform = "float8_e4m3fn", QuantizeFp8(scale)
+    elif config.dtype not in ("auto", source):
+        dtype, transform = config.dtype, Cast(config.dtype)
+    yield PlannedParameter(
+        wanted.name,
+        wanted.shape,
+        dtype,
+        source if copies else None,
+        copies,
+        wanted.zeros,
+        transform if copies else None,
+        part_kind=wanted.part_kind,
+    )
+    if isinstance(transform, QuantizeFp8):
+        kind = "column" if wanted.part_kind == "column" else "replicated"
+        yield PlannedParameter(
+            scale, (wanted.shape[0], 1), "float32", None, (), produced_by=wanted.name, part_kind=kind
+        )
+
+
+def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
+    header = tensors[part.source]
+    if header.shape != part.shape:
+        raise ShapeMismatch(
+            f"{header.name} does not have the shape that config.json implies",
+            expected=list(part.shape),
+            found=list(header.shape),
+            where=header.file,
+            next_step="see that config.json and the weights belong to one model",
+        )
+    return header
+
+
+def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
+    dtypes = sorted({header.dtype for header in headers})
+    if len(dtypes) > 1:
+        raise UnsupportedModel(
+            f"the parts of {wanted.name} have different dtypes",
+            expected="one dtype",
+            found="; ".join(f"{header.name}: {header.dtype}" for header in headers),
+            where=", ".join(sorted({header.file for header in headers})),
+            next_step="use --layout hf at TP size 1, or convert the checkpoint",
+        )
+    if not DTYPES[dtypes[0]].castable:
+        raise UnsupportedModel(
+            f"{headers[0].name} is {dtypes[0]}: layout 'fused' takes unquantized floating-point weights only",
+            expected=", ".join(name for name, row in DTYPES.items() if row.castable),
+            found=dtypes[0],
+            where=headers[0].file,
+            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
+        )
+    return dtypes[0]

@@ -1,0 +1,102 @@
+"""The coverage proof: every plan is shown to write each element of each parameter exactly once before anything is read.
+
+Pure, and run on every plan. It trusts no layout rule: a rule that leaves a gap, writes twice, reads outside a tensor or
+mixes dtypes ends here as a PlanError, which is a bug of this project, not of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightcached.loader.boxes import Box, Shape, coverage_fault, is_inside
+from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8
+from weightcached.protocol.errors import PlanError
+
+
+def prove(parameters: Sequence[PlannedParameter]) -> None:
+    """Raise PlanError unless the parameters are each written exactly once, from bytes that exist, by one writer."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    if len(by_name) != len(parameters):
+        raise PlanError("two parameters of the plan have one name")
+    for parameter in parameters:
+        fault = _fault(parameter, by_name)
+        if fault is not None:
+            raise PlanError(f"the plan for {parameter.name} is wrong: {fault}")
+
+
+def _fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter]) -> str | None:
+    if parameter.alias_of is not None:
+        return _alias_fault(parameter, by_name.get(parameter.alias_of))
+    if parameter.produced_by is not None:
+        return _scale_fault(parameter, by_name.get(parameter.produced_by))
+    for copy in parameter.copies:
+        fault = _copy_fault(copy, parameter)
+        if fault is not None:
+            return fault
+    return (
+        _dtype_fault(parameter)
+        or _quantization_fault(parameter, by_name)
+        or coverage_fault(parameter.shape, _written(parameter))
+    )
+
+
+def _written(parameter: PlannedParameter) -> list[Box]:
+    return [copy.destination for copy in parameter.copies] + list(parameter.zeros)
+
+
+def _copy_fault(copy: Copy, parameter: PlannedParameter) -> str | None:
+    if not is_inside(copy.source, copy.tensor.shape):
+        return f"{copy.source} is not inside {copy.tensor.name} of shape {copy.tensor.shape}"
+    same = copy.source.shape == copy.destination.shape
+    if not (same or _squeezed(copy.source.shape) == _squeezed(copy.destination.shape)):
+        return f"{copy.source} of {copy.tensor.name} does not fit {copy.destination}"
+    if not copy.source.volume:
+        return f"the copy from {copy.tensor.name} is empty"
+    if copy.tensor.dtype != parameter.source_dtype:
+        return f"{copy.tensor.name} is {copy.tensor.dtype}, not {parameter.source_dtype}"
+    return None
+
+
+def _dtype_fault(parameter: PlannedParameter) -> str | None:
+    if not parameter.copies:
+        return None
+    if parameter.transform is None:
+        made = parameter.source_dtype
+    elif isinstance(parameter.transform, Cast):
+        made = parameter.transform.dtype
+    else:
+        made = "float8_e4m3fn"
+    return None if made == parameter.dtype else f"its copies make {made}, it is stored as {parameter.dtype}"
+
+
+def _quantization_fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter]) -> str | None:
+    if not isinstance(parameter.transform, QuantizeFp8):
+        return None
+    scale = by_name.get(parameter.transform.scale)
+    if scale is None or scale.produced_by != parameter.name:
+        return f"its scale {parameter.transform.scale} is not planned as its own"
+    return None
+
+
+def _alias_fault(parameter: PlannedParameter, target: PlannedParameter | None) -> str | None:
+    if parameter.copies or parameter.zeros or parameter.transform or parameter.produced_by:
+        return "an alias is written by itself"
+    if target is None or target.alias_of is not None:
+        return f"it is an alias of {parameter.alias_of}, which is no parameter with a place"
+    if (target.shape, target.dtype) != (parameter.shape, parameter.dtype):
+        return f"it has another shape or dtype than {target.name}"
+    return None
+
+
+def _scale_fault(parameter: PlannedParameter, weight: PlannedParameter | None) -> str | None:
+    if parameter.copies or parameter.zeros or parameter.transform:
+        return "a scale that quantization produces is written by itself"
+    if weight is None or weight.transform != QuantizeFp8(parameter.name):
+        return f"{parameter.produced_by} does not produce it"
+    if (parameter.shape, parameter.dtype) != ((weight.shape[0], 1), "float32"):
+        return "it is not float32 [out, 1]"
+    return None
+
+
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(extent for extent in shape if extent != 1)
