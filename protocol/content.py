@@ -1,7 +1,7 @@
 """Owns the identity of checkpoint *content*: which files are the weights, and what stands for their bytes.
 
 - :func:`weight_files` names the files (the index is the authority), :func:`open_weights` opens them;
-- :func:`take_receipts` takes stat evidence of exactly those descriptors, after settling each with ``fsync``;
+- :func:`take_receipts` (from receipts.py) takes stat evidence of exactly those descriptors;
 - :func:`version_of` makes the version that ranks compare.
 
 It reads no weight (digests.py does), and does not look into safetensors headers (the loader does). Anybody may call it:
@@ -12,12 +12,34 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
-from weightcached.protocol.errors import CheckpointError, IndexFileError, MissingShard, PickleRefused
+from weightcached.protocol.canonical import canonical_sha256
+from weightcached.protocol.errors import (
+    CheckpointChanged,
+    CheckpointError,
+    IndexFileError,
+    MissingShard,
+    PickleRefused,
+)
 from weightcached.protocol.index_file import INDEX_LIMIT_BYTES, INDEX_NAME, PICKLE_SUFFIXES, parse_index
+from weightcached.protocol.receipts import Receipt, Receipts, take_receipts
+
+__all__ = [
+    "SINGLE_NAME",
+    "OpenWeights",
+    "Receipt",
+    "Receipts",
+    "WeightFiles",
+    "open_weights",
+    "take_receipts",
+    "version_of",
+    "weight_files",
+    "weights_visible",
+]
 
 SINGLE_NAME = "model.safetensors"
 
@@ -43,8 +65,8 @@ def weight_files(model_dir: str | os.PathLike[str]) -> WeightFiles:
     """Decides which files are the weights of ``model_dir``; reads directory and index only.
 
     With an index: exactly the files it names. Without: ``model.safetensors``, else the only ``*.safetensors`` there is.
-    Links are followed (hub caches are links). Raises :class:`MissingShard`, :class:`IndexFileError` (bad index, or several
-    files to choose from), :class:`PickleRefused`, or :class:`CheckpointError` (no readable directory).
+    Links are followed (hub caches are links). Raises :class:`MissingShard`, :class:`IndexFileError` (bad index, or
+    several files to choose from), :class:`PickleRefused`, or :class:`CheckpointError` (no readable directory).
     """
     directory = Path(model_dir)
     present = _list(directory)
@@ -59,6 +81,75 @@ def weight_files(model_dir: str | os.PathLike[str]) -> WeightFiles:
     name = SINGLE_NAME if SINGLE_NAME in candidates else _only(directory, candidates, present)
     _require_present(directory, (name,), present)
     return WeightFiles(directory, (name,), None, None, _ignored(present, (name,), f"{name} is the whole checkpoint"))
+
+
+class OpenWeights(Mapping[str, int]):
+    """File name → read-only descriptor of each weight file and the index; owns them until closed. A context manager."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self.files = files
+        self._fds: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        return self._fds[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fds)
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def __enter__(self) -> OpenWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every descriptor; what was mapped or read stays. Safe to call again."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _open(self) -> None:
+        for name in self.files.names:
+            self._fds[name] = _open(self.files.directory / name)
+        if self.files.index is not None:
+            fd = self._fds[self.files.index] = _open(self.files.directory / self.files.index)
+            if _moment(os.fstat(fd)) != self.files.index_stat:
+                raise CheckpointChanged(
+                    "the index changed after it was read",
+                    where=self.files.directory / self.files.index,
+                    next_step="let whoever writes the checkpoint finish, then start again",
+                )
+
+
+def open_weights(files: WeightFiles) -> OpenWeights:
+    """Opens every file of ``files`` (and its index): regular files only, read-only, close-on-exec.
+
+    The caller owns the result and closes it; when this raises (:class:`MissingShard`, :class:`CheckpointChanged`,
+    :class:`CheckpointError`) nothing stays open.
+    """
+    weights = OpenWeights(files)
+    try:
+        weights._open()
+    except BaseException:
+        weights.close()
+        raise
+    return weights
+
+
+def version_of(rankless_fingerprint: str, *, digest: str | None, receipts: str | None) -> str:
+    """The version of a checkpoint under a config: ``digest:<hex>``, or ``receipts:<hex>`` while no digest is known.
+
+    Equal on all ranks of one model state (on one host only, in the case of receipts). The word before the colon keeps the
+    two from ever being taken for each other. Arguments are hex; at least one of digest and receipts is given.
+    """
+    kind, content = ("digest", digest) if digest is not None else ("receipts", receipts)
+    if content is None:
+        raise ValueError("a version needs a digest or receipts")
+    return f"{kind}:{canonical_sha256({'version': 1, 'config': rankless_fingerprint, kind: content})}"
 
 
 def weights_visible(model_dir: str | os.PathLike[str]) -> bool:
@@ -135,20 +226,21 @@ def _ignored(present: frozenset[str], used: tuple[str, ...], reason: str) -> dic
 def _read_index(path: Path) -> tuple[bytes, tuple[int, ...]]:
     fd = _open(path)
     try:
-        status = os.fstat(fd)
-        if status.st_size > INDEX_LIMIT_BYTES:
-            raise IndexFileError(
-                "the index is too large",
-                expected=f"at most {INDEX_LIMIT_BYTES} bytes",
-                found=f"{status.st_size} bytes",
-                where=path,
-            )
         with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read(INDEX_LIMIT_BYTES), _moment(status)
+            status = os.fstat(fd)
+            raw = file.read(INDEX_LIMIT_BYTES + 1) if status.st_size <= INDEX_LIMIT_BYTES else b""
     except OSError as error:
         raise IndexFileError("the index cannot be read", found=error.strerror, where=path) from error
     finally:
         os.close(fd)
+    if max(status.st_size, len(raw)) > INDEX_LIMIT_BYTES:
+        raise IndexFileError(
+            "the index is too large",
+            expected=f"at most {INDEX_LIMIT_BYTES} bytes",
+            found=f"{max(status.st_size, len(raw))} bytes",
+            where=path,
+        )
+    return raw, _moment(status)
 
 
 def _moment(status: os.stat_result) -> tuple[int, ...]:
@@ -192,9 +284,7 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
 
 def _unusable(path: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return MissingShard(
-            "a file of the checkpoint is not there", expected="a file", found=error.strerror, where=path
-        )
+        return MissingShard("a file of the checkpoint is not there", found=error.strerror, where=path)
     return CheckpointError(
         "a file of the checkpoint cannot be opened", expected="a readable file", found=error.strerror, where=path
     )

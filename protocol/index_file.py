@@ -26,8 +26,8 @@ class _Unacceptable(ValueError):
 def parse_index(raw: bytes, *, where: str) -> Mapping[str, str]:
     """The read-only ``weight_map`` (tensor name → plain file name), not empty.
 
-    ``where`` names the index in errors. Raises :class:`IndexFileError` for anything else than one JSON object with such a
-    map (repeated keys, NaN, names that leave the directory), :class:`PickleRefused` when it names pickle files.
+    ``where`` names the index in errors. Raises :class:`IndexFileError` for anything else than one JSON object with such
+    a map (repeated keys, NaN, names that leave the directory), :class:`PickleRefused` when it names pickle files.
     """
     document = _parse_json(raw, where)
     if not isinstance(document, dict):

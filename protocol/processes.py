@@ -22,8 +22,8 @@ def die_with_parent(expected_parent_pid: int) -> None:
     """From now on the kernel kills this process (SIGKILL) when the *thread* that started it ends.
 
     The parent passes its own pid: if it died before this call the request came too late, and the process kills itself
-    here. Limits: the kernel forgets the request on a change of credentials, and children of this process do not inherit it.
-    Raises :class:`OSError` when the kernel refuses.
+    here. Limits: the kernel forgets the request on a change of credentials, and children of this process do not inherit
+    it. Raises :class:`OSError` when the kernel refuses.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
