@@ -1,7 +1,7 @@
 """Accounting: which checkpoint tensors a layout expects, uses, ignores with a reason, and did not foresee.
 
-Pure. Names here are checkpoint names, as the files spell them. The plan makes the account from headers alone and refuses
-to go on unless it balances; the manifest carries it, so that an engine can see what became of every tensor.
+Pure. Names here are checkpoint names, as the files spell them. The plan makes the account from headers alone and
+refuses to go on unless it balances; the manifest carries it, so that an engine can see what became of every tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Accounting:
         return self.expected - self.loaded
 
     def require_balance(self, *, where: object = None, hint: str | None = None) -> None:
-        """Raise MissingTensor or UnexpectedTensor unless every name is accounted for. ``hint`` is the next step shown."""
+        """Raise MissingTensor or UnexpectedTensor unless all names are accounted for. ``hint`` is the next step."""
         missing, unexpected = self.missing, self.unexpected
         if missing:
             raise MissingTensor(
@@ -51,7 +51,7 @@ class Accounting:
 
 
 def account(*, expected: Iterable[str], present: Iterable[str], ignored: Mapping[str, str]) -> Accounting:
-    """The account of a checkpoint whose files hold the names ``present``. A name both expected and ignored is expected."""
+    """The account of files that hold the names ``present``. A name both expected and ignored is expected."""
     wanted, names = frozenset(expected), frozenset(present)
     excused = {name: reason for name, reason in ignored.items() if name in names and name not in wanted}
     return Accounting(

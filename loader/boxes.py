@@ -1,7 +1,7 @@
 """Boxes: which elements of a tensor a copy reads or writes, and the arithmetic on them.
 
-Pure: shapes and integers only, no dtype knowledge beyond an item size, no I/O. Plans are made of boxes, executors turn them
-into byte ranges, the coverage proof adds them up. All tensors are in C order.
+Pure: shapes and integers only, no dtype knowledge beyond an item size, no I/O. Plans are made of boxes, executors
+turn them into byte ranges, the coverage proof adds them up. All tensors are in C order.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def pieces(box: Box, shape: Shape, itemsize_bytes: int) -> Iterator[Pieces]:
             folded *= extent
         outer -= 1
     for offset in _offsets(box.shape[:outer], strides[:outer]):
-        yield Pieces(
-            (base + offset) * itemsize_bytes, run * itemsize_bytes, pitch * itemsize_bytes, folded
-        )
+        yield Pieces((base + offset) * itemsize_bytes, run * itemsize_bytes, pitch * itemsize_bytes, folded)
 
 
 def intersects(a: Box, b: Box) -> bool:

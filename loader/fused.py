@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES, Architecture
+from weightcached.loader.architectures import ARCHITECTURES
 from weightcached.loader.architectures.rows import Indivisible, Part, Rank, Wanted
 from weightcached.loader.architectures.shape import ModelShape
+from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
@@ -133,10 +134,8 @@ def _planned(
         part_kind=wanted.part_kind,
     )
     if isinstance(transform, QuantizeFp8):
-        kind = "column" if wanted.part_kind == "column" else "replicated"
-        yield PlannedParameter(
-            scale, (wanted.shape[0], 1), "float32", None, (), produced_by=wanted.name, part_kind=kind
-        )
+        shape = (wanted.shape[0], 1)
+        yield PlannedParameter(scale, shape, "float32", None, (), produced_by=wanted.name, part_kind=wanted.part_kind)
 
 
 def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:

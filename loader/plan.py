@@ -1,8 +1,8 @@
 """Load plans: from headers, config and rank to the list of copies that makes this rank's parameters.
 
-Owns `make_plan` and the ``hf`` layout; re-exports the plan's words from `planned.py`. Pure: reads headers only, never a
-weight, never the clock. Whoever executes a plan may rely on the proof: every element of every parameter is written exactly
-once, and every checkpoint tensor is loaded or ignored for a stated reason.
+Owns `make_plan` and the ``hf`` layout; re-exports the plan's words from `planned.py`. Pure: reads headers only, never
+a weight, never the clock. Whoever executes a plan may rely on the proof: every element of every parameter is written
+exactly once, and every checkpoint tensor is loaded or ignored for a stated reason.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def make_plan(
 ) -> LoadPlan:
     """The plan for one rank. ``model_config`` is ``config.json`` as it was read beside the headers.
 
-    Sizes are taken from ``config.model``, which the fingerprint covers. Raises CheckpointChanged when ``config.json`` no
-    longer says the same; UnsupportedModel, ModelConfigError, MissingTensor, UnexpectedTensor or ShapeMismatch when no plan
-    can be; PlanError when the plan made is not provably whole.
+    Sizes are taken from ``config.model``, which the fingerprint covers. Raises CheckpointChanged when ``config.json``
+    no longer says the same; UnsupportedModel, ModelConfigError, MissingTensor, UnexpectedTensor or ShapeMismatch when
+    no plan can be; PlanError when the plan made is not provably whole.
     """
     _require_same_model(model_config, config)
     _require_supported(config)

@@ -32,9 +32,9 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of ``source`` (a box of the checkpoint tensor), in C order, become those of ``destination`` (of the parameter).
+    """The elements of ``source``, a box of the checkpoint tensor, become those of ``destination``, a box of the parameter.
 
-    The boxes have equal shapes, axes of length one aside, and are never empty.
+    In C order. The boxes have equal shapes, axes of length one aside, and are never empty.
     """
 
     tensor: TensorHeader
@@ -51,7 +51,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeFp8:
-    """Quantize the copied ``[out, in]`` to e4m3, one float32 scale an output channel, written to the parameter ``scale``.
+    """Quantize the copied ``[out, in]`` to e4m3; its scales, one float32 an output channel, are the parameter ``scale``.
 
     Reads the checkpoint's own values (``source_dtype``), not cast ones.
     """
@@ -63,8 +63,8 @@ class QuantizeFp8:
 class PlannedParameter:
     """One parameter of this rank: its local shape, its dtype in the segment, and where each element comes from.
 
-    ``copies`` and ``zeros`` together are every element exactly once, except where ``alias_of`` or ``produced_by`` is set:
-    then both are empty.
+    ``copies`` and ``zeros`` together are every element exactly once, except where ``alias_of`` or ``produced_by`` is
+    set: then both are empty.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The dtypes weights can have: our name (torch's), safetensors' code, bytes an element. Pure; no torch.
 
-Everything that counts bytes of tensors asks here: the checkpoint reader, plans, the manifest, the client's views. Dtypes
-whose elements are smaller than a byte cannot be placed by byte ranges and are refused by name.
+Everything that counts bytes of tensors asks here: the checkpoint reader, plans, the manifest, the client's views.
+Dtypes whose elements are smaller than a byte cannot be placed by byte ranges and are refused by name.
 """
 
 from __future__ import annotations

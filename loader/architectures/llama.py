@@ -1,4 +1,4 @@
-"""Llama and Mistral: grouped-query attention, gated MLP, no biases unless ``config.json`` switches them on (Llama only)."""
+"""Llama and Mistral: grouped-query attention, gated MLP; biases only where Llama's ``config.json`` switches them on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ ROTARY = tuple(
     for cache in ("inv_freq", "cos_cached", "sin_cached")
 )
 TIED_HEAD = Ignore(
-    "lm_head.*", "tied: the output head is model.embed_tokens.weight (tie_word_embeddings)", switch="tie_word_embeddings"
+    "lm_head.*",
+    "tied: the output head is model.embed_tokens.weight (tie_word_embeddings)",
+    switch="tie_word_embeddings",
 )
 
 

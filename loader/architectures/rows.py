@@ -1,8 +1,8 @@
 """The rows that architecture tables are made of, and the arithmetic of each: what a rank keeps of which tensor.
 
-Pure: sizes and a rank in, `Wanted` parameters out; no headers, no files. A row knows how its parameters are shared among
-tensor-parallel (TP) ranks. Notation as in the field: T ranks, rank r, H query heads, K key/value heads, d head size.
-A size that T does not divide raises `Indivisible`; nothing is ever rounded.
+Pure: sizes and a rank in, `Wanted` parameters out; no headers, no files. A row knows how its parameters are shared
+among tensor-parallel (TP) ranks. Notation as in the field: T ranks, rank r, H query heads, K key/value heads, d head
+size. A size that T does not divide raises `Indivisible`; nothing is ever rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Switch = str | bool
 
 
 class Indivisible(Exception):
-    """T ranks cannot share ``what`` (``number`` of them). The planner turns it into an error that says which T would do."""
+    """T ranks cannot share ``what`` (``number`` of them). The planner makes an error of it that says which T would do."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(f"{what} ({number})")
@@ -47,7 +47,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``box`` of the checkpoint tensor ``source``, which must have ``shape``, goes to ``destination`` of the parameter."""
+    """``box`` of the checkpoint tensor ``source``, which must have ``shape``, goes to the parameter's ``destination``."""
 
     source: str
     shape: Shape
@@ -131,7 +131,7 @@ class RowParallel:
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Query, key and value projections stacked, cut by heads. With more ranks than key/value heads, each head is on T/K."""
+    """Query, key and value projections stacked, cut by heads. Where T is over K, each key/value head is on T/K ranks."""
 
     name: str
     query: str
@@ -239,9 +239,7 @@ def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:
 def _renamed(wanted: Wanted, under: str) -> Wanted:
     parts = tuple(Part(under + part.source, part.shape, part.box, part.destination) for part in wanted.parts)
     alias = None if wanted.alias_of is None else under + wanted.alias_of
-    return Wanted(
-        under + wanted.name, wanted.shape, wanted.part_kind, parts, wanted.zeros, wanted.linear, alias
-    )
+    return Wanted(under + wanted.name, wanted.shape, wanted.part_kind, parts, wanted.zeros, wanted.linear, alias)
 
 
 def _is_on(switch: Switch, model: ModelShape) -> bool:

@@ -31,12 +31,14 @@ class ModelShape:
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise ModelConfigError(f"config.json's {name} is not a boolean", expected="true or false", found=repr(value))
+            raise ModelConfigError(
+                f"config.json's {name} is not a boolean", expected="true or false", found=repr(value)
+            )
         return value
 
 
 def shape_of(config: Mapping[str, Any], defaults: Mapping[str, int]) -> ModelShape:
-    """The sizes that ``config`` (``config.json``) states. ``defaults`` are what Transformers takes for an absent key."""
+    """The sizes that ``config`` (``config.json``) states. ``defaults``: what Transformers takes for an absent key."""
 
     def positive(key: str) -> int:
         value = config.get(key, defaults.get(key))
