@@ -32,7 +32,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The elements of ``source``, a box of the checkpoint tensor, become those of ``destination``, a box of the parameter.
+    """The elements of ``source``, a box of the tensor, become those of ``destination``, a box of the parameter.
 
     In C order. The boxes have equal shapes, axes of length one aside, and are never empty.
     """
@@ -51,7 +51,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeFp8:
-    """Quantize the copied ``[out, in]`` to e4m3; its scales, one float32 an output channel, are the parameter ``scale``.
+    """Quantize the copied ``[out, in]`` to e4m3. The parameter ``scale`` gets one float32 for each output channel.
 
     Reads the checkpoint's own values (``source_dtype``), not cast ones.
     """

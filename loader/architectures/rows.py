@@ -23,7 +23,7 @@ Switch = str | bool
 
 
 class Indivisible(Exception):
-    """T ranks cannot share ``what`` (``number`` of them). The planner makes an error of it that says which T would do."""
+    """T ranks cannot share ``what`` (``number`` of them). The planner's error for it says which T would do."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(f"{what} ({number})")
@@ -47,7 +47,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``box`` of the checkpoint tensor ``source``, which must have ``shape``, goes to the parameter's ``destination``."""
+    """``box`` of the checkpoint tensor ``source`` (of this ``shape``) goes to the parameter's ``destination``."""
 
     source: str
     shape: Shape
@@ -131,7 +131,7 @@ class RowParallel:
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Query, key and value projections stacked, cut by heads. Where T is over K, each key/value head is on T/K ranks."""
+    """Query, key and value projections stacked, cut by heads. Where T > K, each key/value head is on T/K ranks."""
 
     name: str
     query: str
