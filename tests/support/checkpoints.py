@@ -47,7 +47,7 @@ def bf16_bits(name: str, shape: Iterable[int]) -> np.ndarray:
 
 
 def raw_tensor(name: str, shape: Iterable[int], code: str = "BF16") -> RawTensor:
-    """A tensor with the bytes that follow from its name: the oracle's values as BF16, F16, F32 or F64, else plain bytes."""
+    """A tensor whose bytes follow from its name: the oracle's values as BF16, F16, F32 or F64, else zeros and ones."""
     shape = tuple(shape)
     bits = bf16_bits(name, shape)
     if code == "BF16":
@@ -98,7 +98,7 @@ def write_checkpoint(
     *,
     index: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``config.json`` and the files; an index where there are several, or the given one. Returns ``directory``."""
+    """Write ``config.json`` and the files, with the given index, or one where files are several. Returns the folder."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     for file, tensors in files.items():

@@ -1,7 +1,7 @@
 """The naive execution of a load plan, in numpy: the reference that the real executor is compared with.
 
-It shares nothing with the loader but the plan's words: it slices arrays where the executor counts bytes. Copies, padding,
-casts and aliases; a parameter that is quantized, or a scale, is left out (quantization has a reference of its own).
+It shares nothing with the loader but the plan's words: it slices arrays where the executor counts bytes. Copies,
+padding, casts and aliases; a quantized weight and its scale are left out (quantization has a reference of its own).
 """
 
 from __future__ import annotations
