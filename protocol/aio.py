@@ -38,6 +38,10 @@ class AsyncChannel:
             except BlockingIOError:
                 await self._ready(writing=True)
 
+    async def readable(self) -> None:
+        """Wait until something can be received, end of file included, and receive nothing."""
+        await self._ready(writing=False)
+
     async def receive(self) -> Frame:
         """Receive one frame. Raises PeerClosed, ProtocolError, TransferError or OSError."""
         while True:

@@ -5,7 +5,7 @@
     │   └── DaemonNotReady
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
-    │   ├── UntrustedDaemon · InvalidPlace · PlaceTaken
+    │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   └── InsufficientMemory · WorkerDied
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
@@ -15,7 +15,7 @@
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
     │   └── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
     └── ContractError                 report a bug (or a hostile peer)
-        ├── ProtocolError · TransferError
+        ├── ProtocolError · TransferError · InternalError
         └── PlanError · BindError
 
 Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them changes
@@ -57,6 +57,15 @@ class WeightCacheError(Exception):
         if self.next_step:
             parts.append(f"next step: {self.next_step}")
         return "; ".join(parts)
+
+    def as_fields(self) -> dict[str, str | None]:
+        """The code and the parts of the message in words, as JSON and frames carry them."""
+        parts = {"expected": self.expected, "found": self.found, "where": self.where, "next_step": self.next_step}
+        return {
+            "code": self.code,
+            "message": self.message,
+            **{label: None if value is None else str(value) for label, value in parts.items()},
+        }
 
 
 class NotReadyError(WeightCacheError):
@@ -105,6 +114,12 @@ class UntrustedDaemon(DeploymentError):
     """The directory, socket or peer does not belong to someone we trust. Nothing was sent to it."""
 
     code = "untrusted_daemon"
+
+
+class UntrustedClient(DeploymentError):
+    """The daemon does not serve this user: neither its uid nor its gid is on the daemon's allow-list."""
+
+    code = "untrusted_client"
 
 
 class InvalidPlace(DeploymentError):
@@ -288,6 +303,12 @@ class TransferError(ContractError):
     """Descriptors, segments or the manifest are not what was announced: count, size, seals, digest, places."""
 
     code = "transfer"
+
+
+class InternalError(ContractError):
+    """The daemon met an error it did not expect while it answered; its log has the traceback. Nothing was granted."""
+
+    code = "internal"
 
 
 class PlanError(ContractError):

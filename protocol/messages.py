@@ -175,6 +175,8 @@ class Report(Message):
     fingerprint: Hex64 | None
     digest: Hex64 | None
     leases: Annotated[tuple[LeaseInfo, ...], Field(strict=False)]
+    """The oldest open leases: as many as fit in a frame."""
+    lease_count: Count
     last_error: LongText | None
     uptime_s: Seconds
     load_seconds: dict[str, Seconds]

@@ -34,6 +34,8 @@ class Job(Message):
     config: dict[str, Any]
     generation: Hex32
     keeper_pid: Count
+    trusted_filesystems: Annotated[tuple[ShortText, ...], Field(strict=False)] = ()
+    """What the operator trusts beside the known ones: ``also_trusted`` of ``take_receipts``."""
 
 
 class Planned(Message):
@@ -45,6 +47,8 @@ class Planned(Message):
     receipts_trusted: bool
     receipts_young: bool
     """Changed less than two seconds ago: not to be remembered."""
+    receipts_rule: LongText = ""
+    """Which rule decided whether they are trusted."""
     accounting: AccountingCounts
 
 
