@@ -143,8 +143,8 @@ def open_weights(files: WeightFiles) -> OpenWeights:
 def version_of(rankless_fingerprint: str, *, digest: str | None, receipts: str | None) -> str:
     """The version of a checkpoint under a config: ``digest:<hex>``, or ``receipts:<hex>`` while no digest is known.
 
-    Equal on all ranks of one model state (on one host only, in the case of receipts). The word before the colon keeps the
-    two from ever being taken for each other. Arguments are hex; at least one of digest and receipts is given.
+    Equal on all ranks of one model state (on one host only, in the case of receipts). The word before the colon keeps
+    the two from ever being taken for each other. Arguments are hex; at least one of digest and receipts is given.
     """
     kind, content = ("digest", digest) if digest is not None else ("receipts", receipts)
     if content is None:

@@ -1,8 +1,8 @@
 """Owns one judgement: can inode and ctime of *this* file be believed to move whenever its bytes do?
 
 On ext4, xfs, btrfs, tmpfs and NFS (whose open revalidates) they can. overlayfs shows the times of a file in one of its
-layers, so the file system of that layer decides, and a layer that cannot be seen from here (as in most containers) decides
-against. Everything else (squashfs, erofs, FUSE, unknown) is not believed unless an operator says so.
+layers, so the file system of that layer decides, and a layer that cannot be seen from here (as in most containers)
+decides against. Everything else (squashfs, erofs, FUSE, unknown) is not believed unless an operator says so.
 
 Called by :mod:`weightcached.protocol.receipts`, and by options that name file systems. It changes nothing.
 """
@@ -72,7 +72,7 @@ def file_system_of(fd: int) -> str:
 
 
 def checked_name(name: str) -> str:
-    """``name`` if it can name a file system in ``also_trusted``; else :class:`InvalidOption` with the names there are."""
+    """``name``, if it can name a file system in ``also_trusted``; else :class:`InvalidOption` with those that can."""
     if name in _NAMES.values() or re.fullmatch(r"0x[1-9a-f][0-9a-f]{0,7}", name):
         return name
     raise InvalidOption(
@@ -103,7 +103,7 @@ def judge(fd: int, *, also_trusted: Collection[str] = ()) -> Judgement:
 
 @contextmanager
 def _in_its_layer(fd: int) -> Iterator[int | None]:
-    """The same file in the overlay's layer that holds it, as an ``O_PATH`` descriptor; ``None`` where it is not in sight.
+    """The same file in the overlay's layer that holds it, as an ``O_PATH`` descriptor; ``None`` where that is unseen.
 
     A layer's path means something only in the mount namespace that made the overlay. So a path is believed only if the
     file there shows the same size and times: overlayfs reports those of the file below.

@@ -1,8 +1,9 @@
 """Owns receipts: stat evidence that open files are the ones already digested, taken after stores have been settled.
 
 A receipt is (device, inode, size, mtime, ctime) of the very descriptor that is read. Equal receipts prove equal content
-only where :mod:`weightcached.protocol.filesystems` believes inode and ctime. Not proven: stores through a shared mapping on
-a file system where ``fsync`` does not settle them (ext4 does), edits by root below the file system, hardware.
+only where :mod:`weightcached.protocol.filesystems` believes inode and ctime. Not noticed: stores through a shared
+mapping on a file system where ``fsync`` does not settle them (ext4 does), edits by root below the file system, what
+hardware does.
 
 Called through :mod:`weightcached.protocol.content` by keeper, worker and client.
 """
@@ -98,9 +99,9 @@ class Receipts:
 def take_receipts(fds: Mapping[str, int], *, also_trusted: Collection[str] = ()) -> Receipts:
     """Settle (``fsync``) and stat each open file of ``fds``, a mapping from name to descriptor that is not empty.
 
-    Blocks while dirty pages are written back; a clean file costs microseconds. ``also_trusted`` names file systems that the
-    operator trusts beyond :data:`weightcached.protocol.filesystems.TRUSTED`. Raises :class:`CheckpointError` when a file
-    cannot be written back or looked at (its bytes in memory may then differ from those on disk).
+    Blocks while dirty pages are written back; a clean file costs microseconds. ``also_trusted`` names file systems that
+    the operator trusts beyond :data:`weightcached.protocol.filesystems.TRUSTED`. Raises :class:`CheckpointError` when a
+    file cannot be written back or looked at (its bytes in memory may then differ from those on disk).
     """
     taken_ns = time.time_ns()
     entries, judgements = [], []
