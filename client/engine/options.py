@@ -1,0 +1,126 @@
+"""Owns what an engine was asked for: the command line of `weightcached engine` as one frozen value.
+
+Validates words and ranges; looks at no file, daemon or model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from weightcached.protocol.places import DEFAULT_NAME
+
+Mode = Literal["off", "client", "require", "daemon"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+DEFAULT_PORT = 8000
+EXIT_CODES = """\
+exit codes: 0 done; 1 a bug in this program; 2 options or what they ask for (another model, another config than the
+daemon's); 3 deployment (daemon absent, dead, failed or not trusted; port or memory taken); 4 the daemon was not ready
+in time; 5 the contract was broken; 6 the checkpoint's files are wrong
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One engine. ``port`` is ``None`` for one that answers ``prompt`` and ends; 0 lets the kernel choose."""
+
+    model: str
+    mode: Mode = "client"
+    prompt: str | None = None
+    max_new_tokens: int = 32
+    port: int | None = None
+    name: str = DEFAULT_NAME
+    runtime_dir: str | None = None
+    dtype: Dtype = "auto"
+    digest: str | None = None
+    timeout_s: float = 600.0
+    wait_for_daemon_s: float = 0.0
+    token_ids: bool = False
+    json: bool = False
+
+
+def parse(argv: Sequence[str]) -> EngineOptions:
+    """Options from the command line. Exits with 2 (argparse) when they cannot be understood."""
+    parser = _parser()
+    values = vars(parser.parse_args(argv))
+    if values["prompt"] is None and values["port"] is None:
+        values["port"] = DEFAULT_PORT
+    return EngineOptions(**values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weightcached engine",
+        description="A small engine on Transformers: text from decoders, embeddings from encoders. "
+        "With --prompt it answers and ends; with --port (or neither) it serves HTTP on loopback.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="MODEL", help="a checkpoint directory, or a hub id")
+    add(
+        "--weight-cache-mode",
+        dest="mode",
+        choices=get_args(Mode),
+        default="client",
+        help="off: Transformers loads from disk itself; client: from the daemon, from disk where there is no socket; "
+        "require: from the daemon or not at all; daemon: start a daemon and own it (it ends with this engine) "
+        "(default: %(default)s)",
+    )
+    add("--prompt", metavar="TEXT", help="answer this first; without --port, then end")
+    add("--max-new-tokens", type=_between(1, 1 << 20), default=32, metavar="N", help="default: %(default)s")
+    add(
+        "--port",
+        type=_between(0, 65535),
+        metavar="P",
+        help=f"serve HTTP on 127.0.0.1:P; 0 takes a free one (default: {DEFAULT_PORT} without --prompt)",
+    )
+    add("--name", default=DEFAULT_NAME, help="the daemon's name in its runtime directory (default: %(default)s)")
+    add("--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached")
+    add("--dtype", choices=get_args(Dtype), default="auto", help="auto: as on disk (default: %(default)s)")
+    add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
+    add("--timeout", dest="timeout_s", type=_seconds, default=600.0, metavar="S", help="for the weights, in all (600)")
+    add(
+        "--wait-for-daemon",
+        dest="wait_for_daemon_s",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
+    )
+    add("--token-ids", action="store_true", help="print the token ids beside the text")
+    add("--json", action="store_true", help="one JSON line on standard output instead of text and table")
+    return parser
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
+        return value
+
+    convert.__name__ = "whole number"
+    return convert
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+_seconds.__name__ = "number of seconds"
+
+
+def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
+    """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for."""
+    words = ["serve", "--model", os.fspath(model_dir), "--layout", "hf", "--dtype", options.dtype, "--name", options.name]
+    if options.runtime_dir is not None:
+        words += ["--runtime-dir", options.runtime_dir]
+    return words

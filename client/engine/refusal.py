@@ -1,0 +1,13 @@
+"""Owns the error for a request that cannot be answered as it is: the sender's to fix, never the engine's or the cache's."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+
+class RequestRefused(Exception):
+    """The request was not carried out and changed nothing. ``status`` is what HTTP answers."""
+
+    def __init__(self, message: str, *, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.status = status
