@@ -1,8 +1,9 @@
 """The asyncio edge of framing: one frame at a time over a non-blocking socket, without asyncio's streams.
 
 asyncio's streams and ``loop.sock_*`` lose received descriptors, so this waits with ``add_reader`` / ``add_writer`` and
-reads with ``recvmsg``. After every frame it yields to the loop once: a client that always has the next frame ready would
-otherwise never let another one run. Readers and writers are removed before a descriptor can be closed and its number used again.
+reads with ``recvmsg``. After every frame it yields to the loop once: a client that always has the next frame ready
+would otherwise never let another one run. Readers and writers are removed before a descriptor can be closed and its
+number used again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class AsyncChannel:
         self._waits: list[Callable[[], None]] = []
 
     async def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one frame; ``fds`` stay the caller's. Raises OSError when the peer is gone."""
+        """Send one frame; ``fds`` stay the caller's. Raises PeerClosed, or ConnectionError when closed here."""
         sender = FrameSender(encode_frame(self._outgoing, message, fd_count=len(fds)), tuple(fds))
         while True:
             try:
@@ -43,7 +44,7 @@ class AsyncChannel:
         await self._ready(writing=False)
 
     async def receive(self) -> Frame:
-        """Receive one frame. Raises PeerClosed, ProtocolError, TransferError or OSError."""
+        """Receive one frame. Raises PeerClosed, ProtocolError, TransferError, or ConnectionError when closed here."""
         while True:
             try:
                 frame = self._receiver.step(self.connection)
@@ -81,6 +82,8 @@ class AsyncChannel:
             self._waits.remove(fail)
             if self.connection.fileno() >= 0:
                 (loop.remove_writer if writing else loop.remove_reader)(fd)
+        if self.connection.fileno() < 0:  # closed after it became ready, before this task ran again
+            raise ConnectionError("the connection was closed here")
 
     def close(self) -> None:
         """Close the connection; whoever waits on it gets a ConnectionError. Safe to call twice."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 
 def canonical_bytes(value: object) -> bytes:
-    """Encode ``value`` (None, bool, int, float, str, sequences, string-keyed mappings). Anything else is a TypeError."""
+    """Encode ``value`` (None, bool, int, float, str, sequences, string-keyed mappings). TypeError for anything else."""
     return json.dumps(_tagged(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
         "utf-8", "surrogatepass"
     )

@@ -25,7 +25,7 @@ class Channel:
         self._receiver = FrameReceiver(incoming)
 
     def send(self, message: Message, fds: Sequence[int] = (), *, deadline: Deadline | None = None) -> None:
-        """Send one frame; ``fds`` stay the caller's. Blocks until it is out. Raises TimeoutError or OSError."""
+        """Send one frame; ``fds`` stay the caller's. Blocks until it is out. Raises TimeoutError or PeerClosed."""
         sender = FrameSender(encode_frame(self._outgoing, message, fd_count=len(fds)), tuple(fds))
         while True:
             try:
@@ -33,6 +33,8 @@ class Channel:
                     return
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
+            if deadline is not None and deadline.passed:
+                raise TimeoutError("the exchange's deadline passed in the middle of a frame")
 
     def receive(self, *, deadline: Deadline | None = None) -> Frame:
         """Receive one frame. Blocks. Raises TimeoutError, PeerClosed, ProtocolError or TransferError.

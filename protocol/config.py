@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
-from weightcached.protocol.errors import FieldDifference, InvalidOption, ModelConfigError
+from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
 
 SCHEMA_VERSION = 1
 
@@ -30,6 +31,7 @@ LAYOUT_REVISIONS: Mapping[str, int] = MappingProxyType({"hf": 1, "fused": 1})
 """Revision of the rules that make each layout. A rule that changes a byte, a name or an offset bumps its number."""
 
 MODEL_CONFIG_MAX_BYTES = 16 * 1024 * 1024
+MODEL_CONFIG_MAX_DEPTH = 64
 ABBREVIATE_OVER_BYTES = 1024
 
 # Fields of config.json that no loader looks at. Every other field is part of the key: a needless miss costs one load,
@@ -69,6 +71,10 @@ FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializ
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, checked. Pydantic's own checks nothing, and carries a cached fingerprint along."""
+        return type(self).model_validate({**self.model_dump(), **(update or {})})
 
 
 class Parallel(_Frozen):
@@ -134,7 +140,7 @@ class CacheConfig(_Frozen):
         return canonical_sha256({name: value for name, value in self.entries().items() if name not in _RANK_ENTRIES})
 
     def entries(self) -> dict[str, Any]:
-        """Field path → full value, one level into ``parallel``, ``quantization`` and ``model``. Plain JSON-like values."""
+        """Field path → full JSON-like value, one level into ``parallel``, ``quantization`` and ``model``."""
         flat: dict[str, Any] = {}
         for name, value in self.model_dump().items():
             if isinstance(value, dict):
@@ -151,13 +157,25 @@ def abbreviated(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _abbreviated_value(value: Any) -> Any:
     encoded = canonical_bytes(value)
-    if len(encoded) <= ABBREVIATE_OVER_BYTES:
+    imitates = isinstance(value, Mapping) and "$sha256" in value  # would pass for the abbreviation of another value
+    if len(encoded) <= ABBREVIATE_OVER_BYTES and not imitates:
         return value
     return {"$sha256": hashlib.sha256(encoded).hexdigest(), "$nbytes": len(encoded)}
 
 
+def _is_short(value: Any) -> bool:
+    """Whether ``value`` can be within the limit, asked fast: msgpack is hardly longer than the canonical encoding."""
+    try:
+        return len(msgpack.packb(value)) <= 2 * ABBREVIATE_OVER_BYTES
+    except (ValueError, OverflowError):  # text or integers that no frame can carry: only our own values can be such
+        return True
+
+
 def differing_entries(ours: Mapping[str, Any], theirs_abbreviated: Mapping[str, Any]) -> list[str]:
-    """Names of all entries that differ or stand on one side only, sorted. ``ours`` is full, the other side abbreviated."""
+    """Names of all entries that differ or stand on one side only, sorted. ``ours`` is full, the other side abbreviated.
+
+    ``theirs_abbreviated`` is a peer's word: a value that was not abbreviated as it should differs, and costs little.
+    """
     mine = abbreviated(ours)
     names = mine.keys() | theirs_abbreviated.keys()
     return sorted(
@@ -165,20 +183,22 @@ def differing_entries(ours: Mapping[str, Any], theirs_abbreviated: Mapping[str, 
         for name in names
         if name not in mine
         or name not in theirs_abbreviated
+        or not _is_short(theirs_abbreviated[name])
         or canonical_bytes(mine[name]) != canonical_bytes(theirs_abbreviated[name])
     )
 
 
 def explain_differences(daemon: Mapping[str, Any], client: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
-    """Every leaf that differs, as dotted paths with both values; an absent side is ``None``."""
+    """Every leaf that differs, as dotted paths with both values; a side that lacks it has ``ABSENT``."""
     return tuple(_leaf_differences("", daemon, client))
 
 
 def _leaf_differences(path: str, daemon: Any, client: Any) -> Iterator[FieldDifference]:
     if isinstance(daemon, Mapping) and isinstance(client, Mapping):
         for key in sorted(daemon.keys() | client.keys()):
-            yield from _leaf_differences(f"{path}.{key}" if path else key, daemon.get(key), client.get(key))
-    elif canonical_bytes(daemon) != canonical_bytes(client):
+            inner = f"{path}.{key}" if path else key
+            yield from _leaf_differences(inner, daemon.get(key, ABSENT), client.get(key, ABSENT))
+    elif daemon is ABSENT or client is ABSENT or canonical_bytes(daemon) != canonical_bytes(client):
         yield FieldDifference(path, daemon, client)
 
 
@@ -207,7 +227,20 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         raise ModelConfigError(
             "config.json is not an object", expected="a JSON object", found=type(config).__name__, where=path
         )
+    if _depth(config) > MODEL_CONFIG_MAX_DEPTH:
+        raise ModelConfigError(
+            "config.json is nested too deeply", expected=f"at most {MODEL_CONFIG_MAX_DEPTH} levels", where=path
+        )
     return config
+
+
+def _depth(value: Any) -> int:
+    """How many containers lie inside each other, level by level."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _architecture(config: Mapping[str, Any], where: Path) -> str:
@@ -255,7 +288,7 @@ def build_config(
 
 
 class Provenance(_Frozen):
-    """Where weights came from, for people. The client warns when the daemon's differs from its own; nothing is refused."""
+    """Where weights came from, for people. The client warns when the daemon's differs; nothing is refused."""
 
     path: str = Field(max_length=4096)
     host: str = Field(max_length=255)
@@ -264,7 +297,7 @@ class Provenance(_Frozen):
 
 
 def provenance_of(model_dir: Path) -> Provenance:
-    """Describe ``model_dir``: real path, this host, the hub snapshot's revision where the path shows one, tokenizer digest."""
+    """Describe ``model_dir``: real path, host, revision where it is a hub snapshot's path, tokenizer digest."""
     real = Path(os.path.realpath(model_dir))
     digest = hashlib.sha256()
     found = False
@@ -276,7 +309,7 @@ def provenance_of(model_dir: Path) -> Provenance:
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
         found = True
     return Provenance(
-        path=str(real),
+        path=os.fsencode(real).decode("utf-8", "backslashreplace"),
         host=socket.gethostname(),
         revision=real.name if real.parent.name == "snapshots" else None,
         tokenizer_sha256=digest.hexdigest() if found else None,

@@ -18,8 +18,9 @@
         ├── ProtocolError · TransferError · InternalError
         └── PlanError · BindError
 
-Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them changes
-nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold before.
+Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them
+changes nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold
+before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import ClassVar
 
 
 class WeightCacheError(Exception):
-    """Root of the tree. ``expected``, ``found``, ``where`` and ``next_step`` are kept apart so that tools can show them."""
+    """Root of the tree. ``expected``, ``found``, ``where`` and ``next_step`` are kept apart, for tools to show."""
 
     code: ClassVar[str] = "error"
 
@@ -152,16 +153,31 @@ class ConfigurationError(WeightCacheError):
     code = "configuration"
 
 
+class Absent:
+    """The type of :data:`ABSENT`, which stands where one side has no value: an absent field is not a null one."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = Absent()
+
+
 @dataclass(frozen=True)
 class FieldDifference:
-    """One field that differs between two configs. ``field`` is a dotted path; values are JSON-like, ``None`` when absent."""
+    """One field that differs between two configs. ``field`` is a dotted path; values are JSON-like, or ``ABSENT``."""
 
     field: str
     daemon: object
     client: object
 
     def __str__(self) -> str:
-        return f"{self.field}: daemon has {self.daemon!r}, client asks for {self.client!r}"
+        return f"{self.field}: daemon has {_shown(self.daemon)}, client asks for {_shown(self.client)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
 class CacheConfigMismatch(ConfigurationError):
@@ -174,7 +190,7 @@ class CacheConfigMismatch(ConfigurationError):
             message,
             found="; ".join(map(str, fields)),
             where=where,
-            next_step="start the engine with the daemon's options, or a daemon with the engine's (another --name keeps both)",
+            next_step="start the engine with the daemon's options, or start another daemon for it under another --name",
         )
         self.fields = fields
 
@@ -204,13 +220,13 @@ class InvalidOption(ConfigurationError):
 
 
 class CheckpointError(WeightCacheError):
-    """A file of the checkpoint is wrong. Nothing was published from it. Names the file, and the tensor where there is one."""
+    """A file of the checkpoint is wrong; nothing was published. Names the file, and the tensor if there is one."""
 
     code = "checkpoint"
 
 
 class HeaderError(CheckpointError):
-    """A safetensors header cannot be what it says: not JSON, over its limit, offsets out of range, shape against bytes."""
+    """A safetensors header that cannot be true: not JSON, over its limit, offsets out of range, shape against bytes."""
 
     code = "bad_header"
 
@@ -312,7 +328,8 @@ class InternalError(ContractError):
 
 
 class PlanError(ContractError):
-    """A load plan would leave an element unwritten, write one twice, or read what is not there: a layout's rule is wrong.
+    """A load plan would leave an element unwritten, write one twice, or read what is not there: a layout's rule is
+    wrong.
 
     Found before anything is read or allocated."""
 

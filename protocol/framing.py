@@ -1,11 +1,12 @@
 """Frames: how a message and its descriptors become bytes on a Unix stream socket, and back.
 
 Owns the header, the limits, and two non-blocking step machines (:class:`FrameReceiver`, :class:`FrameSender`) that the
-blocking edge (``channel.py``) and the asyncio edge (``aio.py``) both drive. Waiting, deadlines and connections are theirs.
+blocking edge (``channel.py``) and the asyncio edge (``aio.py``) both drive. Waiting, deadlines and connections are
+theirs.
 
-A frame is ``magic "WCD1" · protocol version u16 · type u16 · body length u32 · fd count u32`` (little endian, 16 bytes),
-then a msgpack map. Descriptors ride on the frame's first byte. Reads ask for exactly the bytes that are missing: a larger
-read could merge two frames and lose which descriptors belong to which.
+A frame is ``magic "WCD1" · protocol version u16 · type u16 · body length u32 · fd count u32`` (little endian, 16
+bytes), then a msgpack map. Descriptors ride on the frame's first byte. Reads ask for exactly the bytes that are
+missing: a larger read could merge two frames and lose which descriptors belong to which.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import array
 import os
 import socket
 import struct
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 from pydantic import ValidationError
@@ -26,13 +28,13 @@ from weightcached.protocol.messages import PROTOCOL_VERSION, Dialect, Message
 
 MAGIC = b"WCD1"
 HEADER = struct.Struct("<4sHHII")
-CONTAINER_MAX_ITEMS = 16 * 1024
 
 _FD_BYTES = array.array("i").itemsize
+_Container = TypeVar("_Container", bound=Sized)
 
 
 class PeerClosed(ConnectionError):
-    """The peer closed the connection. ``mid_frame`` tells whether it did so with a frame half sent."""
+    """The peer closed the connection, or was killed. ``mid_frame`` tells whether a frame was half through."""
 
     def __init__(self, *, mid_frame: bool) -> None:
         super().__init__("the peer closed the connection" + (" in the middle of a frame" if mid_frame else ""))
@@ -58,7 +60,12 @@ class Frame:
 
 def encode_frame(dialect: Dialect, message: Message, *, fd_count: int = 0) -> bytes:
     """Header and body of ``message``. ProtocolError when it is over the dialect's limits (nothing was sent)."""
-    body = msgpack.packb(message.model_dump())
+    try:
+        body = msgpack.packb(message.model_dump())
+    except (ValueError, OverflowError) as error:  # text that is not Unicode, integers over 64 bits, nested too deeply
+        raise ProtocolError(
+            f"{type(message).__name__} holds a value that cannot be sent", found=_brief(error), where=dialect.name
+        ) from error
     if len(body) > dialect.body_max_bytes:
         raise ProtocolError(
             f"{type(message).__name__} is too large to send",
@@ -108,14 +115,17 @@ def decode_header(dialect: Dialect, data: bytes | bytearray | memoryview) -> Hea
 def decode_body(dialect: Dialect, header: Header, body: bytes | bytearray | memoryview) -> Message:
     """The message of a complete body. Raises ProtocolError for anything but one valid map of that type."""
     kind = dialect.types[header.type_number]
+    budget = _ItemBudget(dialect.items_max)
     try:
         value: Any = msgpack.unpackb(
             body,
             strict_map_key=True,
-            max_array_len=CONTAINER_MAX_ITEMS,
-            max_map_len=CONTAINER_MAX_ITEMS,
+            max_array_len=dialect.items_max,
+            max_map_len=dialect.items_max,
             max_ext_len=0,
             unicode_errors="strict",
+            list_hook=budget.spend,
+            object_hook=budget.spend,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise ProtocolError(
@@ -131,6 +141,21 @@ def decode_body(dialect: Dialect, header: Header, body: bytes | bytearray | memo
         raise ProtocolError(f"not a valid {kind.__name__}", found=_brief(error), where=dialect.name) from error
 
 
+class _ItemBudget:
+    """Counts what the containers of one body hold, so that many small ones cost no more than one large one."""
+
+    def __init__(self, items_max: int) -> None:
+        self._items_max = items_max
+        self._left = items_max
+
+    def spend(self, container: _Container) -> _Container:
+        """Called by msgpack with every list and map. An empty one counts too."""
+        self._left -= len(container) + 1
+        if self._left < 0:
+            raise ValueError(f"more than {self._items_max} items in all")
+        return container
+
+
 def _brief(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_input=False, include_url=False)[0]
@@ -139,7 +164,7 @@ def _brief(error: Exception) -> str:
 
 
 class FrameReceiver:
-    """Assembles frames from a non-blocking socket, one exact read at a time. Owns received descriptors until a frame is whole."""
+    """Assembles frames from a non-blocking socket by exact reads. Owns received descriptors until a frame is whole."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -161,15 +186,16 @@ class FrameReceiver:
     def step(self, connection: socket.socket) -> Frame | None:
         """Read once. Returns a frame when it is whole, None when more has to come.
 
-        Raises BlockingIOError when nothing is there, PeerClosed at end of file, ProtocolError or TransferError for bad
-        input. After any error but BlockingIOError every received descriptor is closed and the stream is of no more use.
+        Raises BlockingIOError when nothing is there, PeerClosed at end of file (or reset), ProtocolError or
+        TransferError for bad input. After any error but BlockingIOError every received descriptor is closed, and the
+        stream is of no more use.
         """
         try:
             self._read_once(connection)
             if self._filled < len(self._buffer):
                 return None
             if self._header is None:
-                self._header = decode_header(self._dialect, self._buffer)
+                self._header = self._checked_header()
                 if self._header.body_nbytes:
                     self._buffer, self._filled = bytearray(self._header.body_nbytes), 0
                     return None
@@ -185,7 +211,10 @@ class FrameReceiver:
         first_byte = self._header is None and self._filled == 0
         control_nbytes = self._control_nbytes if first_byte else 0
         missing = memoryview(self._buffer)[self._filled :]
-        nbytes, control, flags, _ = connection.recvmsg_into([missing], control_nbytes, socket.MSG_CMSG_CLOEXEC)
+        try:
+            nbytes, control, flags, _ = connection.recvmsg_into([missing], control_nbytes, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError as error:  # the peer went without having read all that was sent to it
+            raise PeerClosed(mid_frame=self.mid_frame) from error
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
@@ -196,12 +225,14 @@ class FrameReceiver:
                 "descriptors arrived that there was no room for",
                 expected=f"at most {self._dialect.fds_max}, on a frame's first byte",
                 where=self._dialect.name,
+                next_step="if the peer is known to be good, raise this process's limit of open files (ulimit -n)",
             )
         if nbytes == 0:
             raise PeerClosed(mid_frame=self.mid_frame)
         self._filled += nbytes
 
-    def _finish(self, header: Header) -> Frame:
+    def _checked_header(self) -> Header:
+        header = decode_header(self._dialect, self._buffer)
         if len(self._fds) != header.fd_count:
             raise TransferError(
                 "the number of descriptors is not the one announced",
@@ -209,6 +240,9 @@ class FrameReceiver:
                 found=len(self._fds),
                 where=self._dialect.name,
             )
+        return header
+
+    def _finish(self, header: Header) -> Frame:
         message = decode_body(self._dialect, header, self._buffer)
         fds, self._fds = OwnedFds(self._fds), []
         self._start()
@@ -227,11 +261,20 @@ class FrameSender:
     def __init__(self, data: bytes, fds: list[int] | tuple[int, ...] = ()) -> None:
         self._left = memoryview(data)
         self._fds = array.array("i", fds)
+        self._begun = False
 
     def step(self, connection: socket.socket) -> bool:
-        """Send once; true when the frame is out. Raises BlockingIOError when the socket is full, OSError when it is gone."""
+        """Send once; true when the frame is out. Raises BlockingIOError when the socket is full, PeerClosed when it is
+        gone.
+
+        What the peer said before it went can still be received.
+        """
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
-        sent = connection.sendmsg([self._left], control, socket.MSG_NOSIGNAL)
+        try:
+            sent = connection.sendmsg([self._left], control, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise PeerClosed(mid_frame=self._begun) from error
         self._fds = array.array("i")
         self._left = self._left[sent:]
+        self._begun = True
         return not self._left

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 from weightcached.protocol.config import Provenance
 
@@ -41,7 +41,7 @@ class Hello(Message):
     client_version: ShortText
     name: ShortText
     pid: Count
-    config: dict[str, Any]
+    config: dict[ShortText, JsonValue]
     """The config's entries, abbreviated (``config.py``)."""
     fingerprint: Hex64
     receipts: Hex64 | None
@@ -120,7 +120,7 @@ class DifferingField(Message):
 
     name: ShortText
     present: bool
-    value: Any
+    value: JsonValue
 
 
 class Refused(Message):
@@ -188,12 +188,17 @@ class Report(Message):
 
 @dataclass(frozen=True)
 class Dialect:
-    """What may travel in one direction: message types by number, the body's limit, and how many descriptors at most."""
+    """What may travel in one direction: message types by number, and limits.
+
+    ``items_max`` bounds what all maps and lists of a body hold together: an item is one byte on the wire and a hundred
+    in memory, and each costs the reader time that others wait for.
+    """
 
     name: str
     types: Mapping[int, type[Message]]
     body_max_bytes: int
     fds_max: int
+    items_max: int
 
     def number_of(self, message: Message) -> int:
         """The type number of ``message``; a ValueError (our own bug) when this direction does not have it."""
@@ -203,10 +208,11 @@ class Dialect:
         raise ValueError(f"{type(message).__name__} does not travel {self.name}")
 
 
-CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0)
+CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0, 8 * 1024)
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
     {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong},
     DAEMON_BODY_MAX_BYTES,
     GRANT_FDS_MAX,
+    256 * 1024,
 )

@@ -72,7 +72,7 @@ def check_directory(directory: Path, allowed: AllowList) -> None:
             where=where,
             next_step="allow that uid explicitly, or choose another runtime directory",
         )
-    writable_by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in allowed.gids and found.st_gid != 0
+    writable_by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in allowed.gids
     if found.st_mode & stat.S_IWOTH or writable_by_group:
         raise UntrustedDaemon(
             "others can write to the directory, so anybody could have put a socket there",

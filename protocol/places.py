@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ LOCK_SUFFIX = ".lock"
 SOCKET_PATH_MAX_BYTES = 107
 BINDING_SUFFIX = ".new"
 
-_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
@@ -55,7 +56,7 @@ class Place:
 
     def __post_init__(self) -> None:
         for what, word in (("name", self.name), ("device", self.device)):
-            if not _NAME.match(word):
+            if not _NAME.fullmatch(word):
                 raise InvalidOption(
                     f"unusable {what}",
                     expected="letters, digits, '_', '-', '.', not starting with '.' or '-'",
@@ -93,12 +94,28 @@ class Place:
 
 
 def places_in(runtime_dir: Path) -> list[Place]:
-    """Every place of ``runtime_dir`` that has a socket file or a lock file, sorted. A missing directory has none."""
+    """Every place of ``runtime_dir`` that has a socket file or a lock file, sorted. A missing directory has none.
+
+    Entries whose names no place could have are somebody else's and are passed over. Raises InvalidPlace for a directory
+    that cannot be listed: what it holds is unknown, which is not the same as nothing.
+    """
     found = set()
-    for pattern in (f"*/*{SOCKET_SUFFIX}", f"*/*{LOCK_SUFFIX}"):
-        for path in runtime_dir.glob(pattern):
-            found.add(Place(runtime_dir, path.parent.name, path.stem))
+    for name in _entries(runtime_dir):
+        for entry in _entries(runtime_dir / name):
+            device, suffix = os.path.splitext(entry)
+            if suffix in (SOCKET_SUFFIX, LOCK_SUFFIX):
+                with suppress(InvalidOption, InvalidPlace):
+                    found.add(Place(runtime_dir, name, device))
     return sorted(found, key=lambda place: (place.name, place.device))
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InvalidPlace("a directory of places cannot be listed", found=error.strerror, where=directory) from error
 
 
 def sockets_near(place: Place) -> list[Path]:

@@ -6,9 +6,9 @@ the manifest's descriptor), or ``Failed`` at any point. Same framing as the data
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from weightcached.protocol.messages import (
     DAEMON_BODY_MAX_BYTES,
@@ -31,7 +31,7 @@ class Job(Message):
     """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
 
     model_dir: LongText
-    config: dict[str, Any]
+    config: dict[str, JsonValue]
     generation: Hex32
     keeper_pid: Count
     trusted_filesystems: Annotated[tuple[ShortText, ...], Field(strict=False)] = ()
@@ -89,7 +89,7 @@ class Failed(Message):
     transient: bool = False
 
 
-KEEPER_TO_WORKER = Dialect("keeper to worker", {1: Job, 2: Memory}, JOB_BODY_MAX_BYTES, GRANT_FDS_MAX)
+KEEPER_TO_WORKER = Dialect("keeper to worker", {1: Job, 2: Memory}, JOB_BODY_MAX_BYTES, GRANT_FDS_MAX, 4 * 1024 * 1024)
 WORKER_TO_KEEPER = Dialect(
-    "worker to keeper", {64: Planned, 65: Progress, 66: Done, 67: Failed}, DAEMON_BODY_MAX_BYTES, 1
+    "worker to keeper", {64: Planned, 65: Progress, 66: Done, 67: Failed}, DAEMON_BODY_MAX_BYTES, 1, 64 * 1024
 )

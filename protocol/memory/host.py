@@ -1,11 +1,12 @@
 """Memory kind ``host``: a segment is a memfd, handed over as a descriptor and protected by seals.
 
-Owns allocation, sealing, export, verification and mapping of segments (and of the manifest, which travels the same way).
-The daemon allocates, seals and exports; the worker maps shared to fill; the client verifies and maps privately.
+Owns allocation, sealing, export, verification and mapping of segments (and of the manifest, which travels the same
+way). The daemon allocates, seals and exports; the worker maps shared to fill; the client verifies and maps privately.
 
-What the kernel promises once :func:`seal` has succeeded: nobody, root included, can write to, resize or punch holes into
-the memory through any descriptor or a new mapping, and no writable shared mapping exists. A reader's private mapping is
-copy-on-write: what it writes stays in its own pages. The memory lives while any descriptor or mapping of it does.
+What the kernel promises once :func:`seal` has succeeded: nobody, root included, can write to, resize or punch holes
+into the memory through any descriptor or a new mapping, and no writable shared mapping exists. A reader's private
+mapping is copy-on-write: what it writes stays in its own pages. The memory lives while any descriptor or mapping of it
+does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def export(fd: int) -> int:
 
 
 def verify(fd: int, *, nbytes: int, what: str) -> None:
-    """Refuse a received descriptor that is not sealed memory of exactly ``nbytes``. Raises TransferError naming ``what``."""
+    """Refuse a received descriptor that is not sealed memory of exactly ``nbytes``: TransferError naming ``what``."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise TransferError(f"{what} is not memory", expected="a memfd", found=stat.filemode(found.st_mode))
@@ -87,7 +88,8 @@ class Mapping:
     """A mapped segment: ``address`` and ``nbytes``. Unmapped when closed, or when the last reference to it goes.
 
     Whoever hands out memory of it (a tensor, a view) keeps a reference, so that the memory outlives them all. Python's
-    own ``mmap`` keeps a duplicate of the descriptor, and with it the memory, for as long as the mapping lives; this does not.
+    own ``mmap`` keeps a duplicate of the descriptor, and with it the memory, for as long as the mapping lives; this
+    does not.
     """
 
     def __init__(self, fd: int, *, nbytes: int, protection: int, flags: int) -> None:
@@ -114,9 +116,11 @@ class Mapping:
         return not self._unmap.alive
 
     def view(self) -> memoryview:
-        """The mapped bytes as a writable memoryview (of a read-only mapping: writing faults) that keeps the mapping alive."""
+        """The mapped bytes; keeps the mapping alive. Writable: of a read-only mapping, a write kills the process."""
         if self.closed:
             raise ValueError("the mapping was closed")
+        if not self.nbytes:
+            return memoryview(bytearray())  # ctypes and memoryview disagree about empty arrays
         block = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         block.owner = self  # type: ignore[attr-defined]  # ctypes arrays take attributes; this one holds the mapping
         return memoryview(block).cast("B")
