@@ -1,6 +1,6 @@
 """Owns embeddings with an encoder: one vector a text, the mean over its tokens, of length one.
 
-That is what sentence-transformers does for models with mean pooling and a final normalisation, such as all-MiniLM-L6-v2.
+sentence-transformers does the same for models with mean pooling and a final normalisation, such as all-MiniLM-L6-v2.
 Not safe for threads: `service.py` has the lock.
 """
 

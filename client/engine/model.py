@@ -164,9 +164,7 @@ def _with_next_step(error: BindError, recipe: Recipe, wanted: torch.dtype, weigh
             "this engine needs a model whose parameters are called in Transformers what the checkpoint calls them "
             f"({recipe.model_class.__name__}); --weight-cache-mode off serves it from disk"
         )
-    return BindError(
-        error.message, expected=error.expected, found=error.found, where=error.where, next_step=advice
-    )
+    return BindError(error.message, expected=error.expected, found=error.found, where=error.where, next_step=advice)
 
 
 def state_of(module: Any) -> dict[str, torch.Tensor]:

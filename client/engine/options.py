@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from weightcached.protocol.places import DEFAULT_NAME
 
@@ -17,10 +18,14 @@ Mode = Literal["off", "client", "require", "daemon"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 DEFAULT_PORT = 8000
+USAGE_EXIT = 64
+"""For options that cannot be used, as in all `weightcached` commands (sysexits' EX_USAGE)."""
+
 EXIT_CODES = """\
-exit codes: 0 done; 1 a bug in this program; 2 options or what they ask for (another model, another config than the
-daemon's); 3 deployment (daemon absent, dead, failed or not trusted; port or memory taken); 4 the daemon was not ready
-in time; 5 the contract was broken; 6 the checkpoint's files are wrong
+exit codes: 0 done; 2 configuration (the daemon has another config or checkpoint; a model that this engine cannot serve);
+3 deployment (daemon absent, dead, failed or not trusted; the port is taken); 4 the daemon was not ready in time;
+5 the contract was broken: report it; 6 the checkpoint's files are wrong; 64 bad options;
+130 or 143 stopped by SIGINT or SIGTERM while starting (a serving engine that is told to stop ends with 0)
 """
 
 
@@ -44,7 +49,7 @@ class EngineOptions:
 
 
 def parse(argv: Sequence[str]) -> EngineOptions:
-    """Options from the command line. Exits with 2 (argparse) when they cannot be understood."""
+    """Options from the command line. Exits with :data:`USAGE_EXIT` when they cannot be understood."""
     parser = _parser()
     values = vars(parser.parse_args(argv))
     if values["prompt"] is None and values["port"] is None:
@@ -52,13 +57,20 @@ def parse(argv: Sequence[str]) -> EngineOptions:
     return EngineOptions(**values)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="weightcached engine",
         description="A small engine on Transformers: text from decoders, embeddings from encoders. "
         "With --prompt it answers and ends; with --port (or neither) it serves HTTP on loopback.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help="a checkpoint directory, or a hub id")
@@ -120,7 +132,17 @@ _seconds.__name__ = "number of seconds"
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
     """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for."""
-    words = ["serve", "--model", os.fspath(model_dir), "--layout", "hf", "--dtype", options.dtype, "--name", options.name]
+    words = [
+        "serve",
+        "--model",
+        os.fspath(model_dir),
+        "--layout",
+        "hf",
+        "--dtype",
+        options.dtype,
+        "--name",
+        options.name,
+    ]
     if options.runtime_dir is not None:
         words += ["--runtime-dir", options.runtime_dir]
     return words

@@ -36,12 +36,12 @@ class Stages:
         try:
             yield
         finally:
-            now = time.monotonic()
-            self.add(name, now - began)
-            self.total_s = now - self._started
+            self.record(name, began_at_s=began, ended_at_s=time.monotonic())
 
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def record(self, name: str, *, began_at_s: float, ended_at_s: float) -> None:
+        """Adds a span of the monotonic clock to ``name``; the total ends with it."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + ended_at_s - began_at_s
+        self.total_s = ended_at_s - self._started
 
     def note(self, name: str, text: str) -> None:
         """Words that stand beside the stage in the table."""

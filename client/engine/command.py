@@ -1,0 +1,212 @@
+"""`weightcached engine`: the order of a start, the one-shot answer, the life of the server, exit codes.
+
+Owns standard output (the answer and the table, or one JSON line) and the signals. Logs go to standard error.
+
+The weights come first, before seconds of imports: an engine that may not fall back says within a fraction of a second
+that its daemon is absent, and one that waits for a loading daemon shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from weightcached.client.attach import attach
+from weightcached.client.engine.options import USAGE_EXIT, EngineOptions, parse
+from weightcached.client.engine.owned_daemon import OwnedDaemon
+from weightcached.client.engine.refusal import RequestRefused
+from weightcached.client.engine.server import EngineServer
+from weightcached.client.engine.service import Service
+from weightcached.client.engine.timing import Stages, process_age_s
+from weightcached.client.weights import WeightSet
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ContractError,
+    DeploymentError,
+    InvalidOption,
+    NotReadyError,
+    WeightCacheError,
+)
+from weightcached.protocol.hub import resolve
+
+EXIT_BY_ERROR: tuple[tuple[type[WeightCacheError], int], ...] = (
+    (InvalidOption, USAGE_EXIT),
+    (ConfigurationError, 2),
+    (DeploymentError, 3),
+    (NotReadyError, 4),
+    (ContractError, 5),
+    (CheckpointError, 6),
+)
+"""The first class that fits decides."""
+
+FINISH_TIMEOUT_S = 30.0
+"""How long requests under way may take after SIGTERM."""
+
+_log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one engine; returns its exit code (`--help` lists them). Uses signals, so only the main thread calls it."""
+    stages = Stages(already_s=process_age_s())
+    options = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    previous = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with ExitStack() as resources:
+            return _run(options, stages, resources)
+    except WeightCacheError as error:
+        print(f"weightcached engine: {error.code}: {error}", file=sys.stderr)
+        return exit_code(error)
+    except RequestRefused as error:  # of --prompt
+        print(f"weightcached engine: {error}", file=sys.stderr)
+        return USAGE_EXIT
+    except _Stopped as stopped:  # while starting; while serving it is an ordinary end
+        return 128 + stopped.signum
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT, raised in the main thread wherever it is: a start that waits for a daemon ends at once."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def _raise_stopped(signum: int, _: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # what follows is bounded, and must not be cut short
+    raise _Stopped(signum)
+
+
+def exit_code(error: WeightCacheError) -> int:
+    """The exit code that tells a script what kind of error it was."""
+    return next(code for kind, code in EXIT_BY_ERROR if isinstance(error, kind))
+
+
+def _run(options: EngineOptions, stages: Stages, resources: ExitStack) -> int:
+    service = _start(options, stages, resources)
+    answer = None if options.prompt is None else _answer(options, service, stages)
+    if options.port is None:
+        _report(options, service, stages, answer, url=None)
+        return 0
+    server = EngineServer(service, port=options.port, start_seconds=stages.as_fields())
+    try:
+        server.start()
+        _report(options, service, stages, answer, url=server.url)
+        threading.Event().wait()
+    except _Stopped:
+        pass
+    _log.info("stopping: requests under way are finished first")
+    if not server.stop(timeout_s=FINISH_TIMEOUT_S):
+        _log.warning("requests were still under way after %.0f s; they get no answer", FINISH_TIMEOUT_S)
+    return 0
+
+
+def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Service:
+    """Everything up to a service that can answer. What has to be ended with the engine goes to ``resources``."""
+    deadline = Deadline.after(options.timeout_s)
+    with stages.stage("find model"):
+        model_dir = resolve(options.model)
+    if options.mode == "daemon":
+        with stages.stage("daemon start"):
+            daemon = resources.enter_context(OwnedDaemon(options, model_dir))
+            daemon.wait_bound(deadline)
+    weights = None
+    if options.mode != "off":
+        with stages.stage("weights"):
+            weights = _attach(options, model_dir, deadline)
+        resources.callback(weights.close)
+    with stages.stage("imports"):
+        import torch  # noqa: F401
+
+        from weightcached.client.engine import model
+
+        model.import_transformers()
+    with stages.stage("config and tokenizer"):
+        recipe = model.read_recipe(model_dir)
+    if weights is None:
+        with stages.stage("weights"):
+            module = model.load_with_transformers(recipe, dtype=options.dtype)
+    else:
+        with stages.stage("module and bind"):
+            module = model.bind_to_weights(recipe, weights, dtype=options.dtype)
+    service = Service(recipe, module, weights, mode=options.mode)
+    stages.note("weights", _provenance(service))
+    return service
+
+
+def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> WeightSet:
+    return attach(
+        model_dir,
+        mode="client" if options.mode == "client" else "require",
+        layout="hf",
+        tp_size=1,
+        tp_rank=0,
+        dtype=options.dtype,
+        name=options.name,
+        runtime_dir=options.runtime_dir,
+        digest=options.digest,
+        timeout_s=deadline.remaining_s(),
+        wait_for_daemon_s=options.wait_for_daemon_s,
+    )
+
+
+def _provenance(service: Service) -> str:
+    """Words for the table: where the weights came from."""
+    fields = service.weights_fields()
+    if fields["source"] == "transformers":
+        return "from disk, by Transformers, which also built the module"
+    size = f"{fields['resident_bytes'] / 1e9:.3f} GB"
+    if fields["source"] == "disk":
+        return f"from disk: no daemon ({size})"
+    return f"from the daemon ({size}, generation {fields['generation']})"
+
+
+def _answer(options: EngineOptions, service: Service, stages: Stages) -> dict[str, Any]:
+    """The answer to ``--prompt``: the fields of a generation, or one embedding. The total ends with its first part."""
+    prompt, began = options.prompt or "", time.monotonic()
+    if service.kind == "encoder":
+        with stages.stage("first embedding"):
+            return {"embedding": service.embed([prompt])[0]}
+    answer = service.generate(prompt, max_new_tokens=options.max_new_tokens)
+    stages.record("first token", began_at_s=began, ended_at_s=began + answer.first_token_s)
+    stages.note("total", f"to the first of {len(answer.token_ids)} tokens; all in {answer.seconds:.3f} s")
+    return dataclasses.asdict(answer)
+
+
+def _answer_text(answer: dict[str, Any], *, token_ids: bool) -> str:
+    if "embedding" in answer:
+        shown = ", ".join(f"{value:.6f}" for value in answer["embedding"][:8])
+        return f"[{shown}, …]  ({len(answer['embedding'])} numbers)"
+    ids = f"\n{list(answer['token_ids'])}" if token_ids else ""
+    return f"{answer['text']}{ids}"
+
+
+def _report(
+    options: EngineOptions, service: Service, stages: Stages, answer: dict[str, Any] | None, *, url: str | None
+) -> None:
+    """The one time this process writes to standard output: when it is ready to serve, or done."""
+    if options.json:
+        line = {"url": url, "answer": answer, "seconds": stages.as_fields(), "weights": service.weights_fields()}
+        print(json.dumps(line), flush=True)
+        return
+    if answer is not None:
+        print(_answer_text(answer, token_ids=options.token_ids), end="\n\n")
+    print(stages.table())
+    if url is not None:
+        print(f"\nserving on {url}  (POST {'/generate' if service.kind == 'decoder' else '/embed'}, GET /status)")
+    sys.stdout.flush()

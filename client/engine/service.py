@@ -1,0 +1,115 @@
+"""Owns one loaded model as a service: one lock around it, what it has answered, and the state of its weights.
+
+Knows nothing of HTTP. Its methods may be called from any thread; answers are made one at a time, in the order in which
+threads get the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightcached.client.engine.embed import Encoder
+from weightcached.client.engine.generate import Decoder, Generation
+from weightcached.client.engine.refusal import RequestRefused
+
+if TYPE_CHECKING:
+    from weightcached.client.engine.model import Recipe
+    from weightcached.client.weights import WeightSet
+
+LeaseState = Literal["none", "held", "lost"]
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """Answers with one module. Owns ``weights`` (``None`` where Transformers loaded them) until :meth:`close`."""
+
+    def __init__(self, recipe: Recipe, module: Any, weights: WeightSet | None, *, mode: str) -> None:
+        self.kind = recipe.kind
+        self._recipe = recipe
+        self._weights = weights
+        self._mode = mode
+        self._dtype = str(module.dtype).removeprefix("torch.")
+        self._decoder = Decoder(recipe, module) if recipe.kind == "decoder" else None
+        self._encoder = Encoder(recipe, module) if recipe.kind == "encoder" else None
+        self._model = threading.Lock()
+        self._counts = threading.Condition()
+        self._in_flight = 0
+        self._answered = 0
+        self._lease: LeaseState = "none"
+        self._lease_lost_at: float | None = None
+        if weights is not None and weights.lease is not None:
+            self._lease = "held"
+            weights.lease.on_lost(self._note_lost_lease)
+
+    def generate(self, prompt: str, *, max_new_tokens: int) -> Generation:
+        """Blocks until the lock is free and the answer made. Raises RequestRefused."""
+        if self._decoder is None:
+            raise RequestRefused("this model is an encoder: it has embeddings, POST /embed", status=HTTPStatus.CONFLICT)
+        with self._answering():
+            return self._decoder.generate(prompt, max_new_tokens=max_new_tokens)
+
+    def embed(self, texts: Sequence[str]) -> list[list[float]]:
+        """Blocks until the lock is free and the vectors made. Raises RequestRefused."""
+        if self._encoder is None:
+            raise RequestRefused("this model is a decoder: it has text, POST /generate", status=HTTPStatus.CONFLICT)
+        with self._answering():
+            return self._encoder.embed(texts)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        with self._counts:
+            self._in_flight += 1
+        try:
+            with self._model:
+                yield
+            with self._counts:
+                self._answered += 1
+        finally:
+            with self._counts:
+                self._in_flight -= 1
+
+    def status(self) -> dict[str, Any]:
+        """What `/status` shows: model, weights with their lease, and counts. Never waits for an answer under way."""
+        with self._counts:
+            counts = {"in_flight": self._in_flight, "answered": self._answered}
+            lease = {"state": self._lease, "lost_at": self._lease_lost_at}
+        return {
+            "model": str(self._recipe.directory),
+            "architecture": self._recipe.model_class.__name__,
+            "kind": self.kind,
+            "dtype": self._dtype,
+            "weight_cache_mode": self._mode,
+            "weights": {**self.weights_fields(), "lease": lease},
+            "requests": counts,
+        }
+
+    def weights_fields(self) -> dict[str, Any]:
+        """Where the weights came from: ``source`` is ``daemon``, ``disk`` (fallback), or ``transformers`` (mode off)."""
+        if self._weights is None:
+            return {"source": "transformers", "version": None, "generation": None, "resident_bytes": None}
+        return {
+            "source": self._weights.source,
+            "version": self._weights.version,
+            "generation": self._weights.generation,
+            "resident_bytes": self._weights.resident_bytes,
+        }
+
+    def _note_lost_lease(self, *_: object) -> None:
+        with self._counts:
+            self._lease = "lost"
+            self._lease_lost_at = time.time()
+        _log.warning(
+            "the daemon is gone; this engine keeps serving from the memory it mapped, a restart would load anew"
+        )
+
+    def close(self) -> None:
+        """Gives the lease back. The module keeps what it mapped."""
+        if self._weights is not None:
+            self._weights.close()
