@@ -18,7 +18,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcached.protocol.errors import InvalidOption
@@ -103,7 +103,7 @@ class Shelf:
         return digest
 
     def remember(self, receipts: str, digest: str) -> bool:
-        """Writes the entry so that a crash leaves the old state or the new. False, and a warning, when it cannot be."""
+        """Writes the entry, in one's turn only; a crash leaves the old state or the new. Whether it could be written."""
         if self.directory_fd is None:
             return False
         body = json.dumps({"schema": 1, "receipts": receipts, "digest": digest}).encode() + b"\n"
@@ -116,14 +116,15 @@ class Shelf:
         return True
 
     @contextmanager
-    def turn(self, receipts: str) -> Iterator[bool]:
-        """Waits (without bound) until nobody else computes this entry. Yields false, and warns, where locks cannot be.
+    def turn(self, receipts: str) -> Iterator[Shelf]:
+        """Waits (without bound) until nobody else computes this entry; yields the shelf on which to remember it.
 
-        The lock file is private, or anybody who may read it could hold it for ever. It is gone when its holder is done.
+        Where there can be no lock that is a shelf that remembers nothing, and a warning. The lock file is private, or
+        anybody who may read it could hold it for ever. It is gone when its holder is done.
         """
         lock = self._lock(f"{receipts}.lock")
         try:
-            yield lock is not None
+            yield self if lock is not None else replace(self, directory_fd=None)
         finally:
             if lock is not None:
                 with suppress(OSError):  # only tidiness: a lock file that stays is as good as a new one
@@ -164,7 +165,7 @@ class Shelf:
 
 
 def write_aside(aside: str, name: str, body: bytes, *, directory_fd: int, mode: int = 0o644) -> None:
-    """Puts ``body`` at ``name`` in one step: written to ``aside``, synced, renamed. After OSError nothing of it stays."""
+    """Puts ``body`` at ``name`` in one step: written to ``aside``, synced, renamed. On OSError nothing is left."""
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory_fd)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -88,8 +88,8 @@ def digest_of(
         receipts = look()
         answer = _known(weights, receipts, shelf, warnings)
         if answer is None and receipts.trusted:
-            with shelf.turn(receipts.sha256):  # whoever was first has remembered it by now
-                answer = _recalled(receipts, shelf) or _computed(weights, receipts, look, shelf, warnings, progress)
+            with shelf.turn(receipts.sha256) as own:  # whoever was first has remembered it by now
+                answer = _recalled(receipts, shelf) or _computed(weights, receipts, look, own, warnings, progress)
         elif answer is None:
             answer = _computed(weights, receipts, look, shelf, warnings, progress)
     return Digest(

@@ -33,7 +33,7 @@ class Sidecar:
 
 
 def read_sidecar(model_dir: str | os.PathLike[str]) -> Sidecar | None:
-    """What the directory's sidecar says, ``None`` without one. Raises :class:`CheckpointError` for one not like ours."""
+    """What the directory's sidecar says, ``None`` without one. Raises :class:`CheckpointError` for a bad one."""
     path = Path(model_dir) / SIDECAR_NAME
     try:
         with open(path, "rb", opener=_open_regular) as file:
