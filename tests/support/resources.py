@@ -1,0 +1,44 @@
+"""What a process holds, for tests that count it before and after: descriptors, mappings, threads, memory."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def open_fds(pid: int | str = "self") -> dict[int, str]:
+    """Descriptor → what it is, of this process or another. Without the one that reading the list needs."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+        except FileNotFoundError:  # the list's own descriptor, or one closed meanwhile
+            continue
+    return found
+
+
+def memfd_mappings(pid: int | str = "self") -> list[str]:
+    """The lines of ``/proc/PID/maps`` that are memfds."""
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
+        return [line for line in file if "/memfd:" in line]
+
+
+def anonymous_nbytes(pid: int | str = "self") -> int:
+    """The process's own memory (RssAnon)."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """When the block ends well, this process has the descriptors, mapped memfds and threads that it had before."""
+
+    def held() -> tuple[dict[int, str], list[str], list[str]]:
+        gc.collect()
+        return open_fds(), memfd_mappings(), sorted(thread.name for thread in threading.enumerate())
+
+    before = held()
+    yield
+    assert held() == before
