@@ -103,7 +103,7 @@ class Shelf:
         return digest
 
     def remember(self, receipts: str, digest: str) -> bool:
-        """Writes the entry, in one's turn only; a crash leaves the old state or the new. Whether it could be written."""
+        """Writes the entry, in one's turn only; a crash leaves the old state or the new. True if it was written."""
         if self.directory_fd is None:
             return False
         body = json.dumps({"schema": 1, "receipts": receipts, "digest": digest}).encode() + b"\n"

@@ -33,16 +33,17 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None) -> Pa
     :class:`InvalidOption` when ``model`` is neither, :class:`CheckpointError` when the hub's files cannot be had.
     """
     path = Path(model)
-    if path.is_dir():
+    named = os.fspath(model) != ""  # Path("") would be the current directory
+    if named and path.is_dir():
         if revision is not None:
             raise InvalidOption("a revision belongs to a hub id, not to a directory", found=revision, where=path)
         return path
-    if path.exists() or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
+    if (named and path.exists()) or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
         raise InvalidOption(
             "the model is neither a directory nor a hub id",
             expected="a directory with config.json and *.safetensors, or an id such as Qwen/Qwen3-8B",
-            found="a file" if path.exists() else "nothing there",
-            where=model,
+            found="a file" if named and path.exists() else "nothing there",
+            where=repr(model),
         )
     return _snapshot(model, revision)
 

@@ -4,8 +4,6 @@ import json
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.mounts import in_mount_namespace
+from tests.support.weight_directories import make, receipts_of
 from weightcached.protocol import index_file
-from weightcached.protocol.content import Receipts, open_weights, take_receipts, version_of, weight_files
+from weightcached.protocol.content import open_weights, take_receipts, version_of, weight_files
 from weightcached.protocol.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -28,24 +28,10 @@ from weightcached.protocol.filesystems import checked_name, file_system_of
 from weightcached.protocol.index_file import INDEX_NAME, parse_index
 
 
-def make(directory: Path, files: Mapping[str, bytes], index: Mapping[str, str] | None = None) -> Path:
-    directory.mkdir(exist_ok=True)
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
-    if index is not None:
-        (directory / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": index}))
-    return directory
-
-
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     files = {"model-1.safetensors": b"one", "model-2.safetensors": b"two"}
     return make(tmp_path / "sharded", files, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
-
-
-def receipts_of(directory: Path, also_trusted: tuple[str, ...] = ()) -> Receipts:
-    with open_weights(weight_files(directory)) as weights:
-        return take_receipts(weights, also_trusted=also_trusted)
 
 
 def open_fds() -> int:
@@ -360,15 +346,6 @@ def test_mtime_does_not_make_files_old_or_young(sharded: Path) -> None:
 
 
 # Which file systems are believed
-
-
-def in_mount_namespace(setup: str, program: str, cwd: Path) -> object:
-    """Runs Python source after shell lines in a mount namespace of its own, which the kernel cleans up."""
-    script = f'set -e\n{setup}\nexec "$@"'
-    command = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 TRUST_OF_ARGUMENTS = """

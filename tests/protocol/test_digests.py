@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from tests.protocol.test_content import in_mount_namespace, make, receipts_of
+from tests.support.mounts import in_mount_namespace
 from tests.support.unprivileged import NOBODY, command_as, folder_for_everyone
+from tests.support.weight_directories import make, receipts_of
 from weightcached.protocol.content import open_weights, weight_files
 from weightcached.protocol.digest_cache import DigestCache, cache_directory
 from weightcached.protocol.digests import digest_of, main
