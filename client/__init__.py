@@ -1,1 +1,13 @@
-"""The engine's side: attach, the fallback-or-raise policy, leases, and binding weights into modules."""
+"""What an engine uses: attach to a daemon (or load from disk, by the contract), and bind weights into a module.
+
+Importing this imports neither torch nor the loader: torch comes with the first tensor, the loader with a load from
+disk.
+"""
+
+from weightcached.client.attach import attach
+from weightcached.client.bind import BindReport, bind, meta_parameters
+from weightcached.client.exchange import Progress
+from weightcached.client.lease import Lease
+from weightcached.client.weights import WeightSet
+
+__all__ = ["BindReport", "Lease", "Progress", "WeightSet", "attach", "bind", "meta_parameters"]

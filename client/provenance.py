@@ -1,0 +1,48 @@
+"""Warns when the daemon's weights come from another snapshot or with another tokenizer than the engine's. Refuses
+nothing.
+
+Called by ``attach.py`` once weights are granted. Tokenizer files can be tens of megabytes, so their digest is
+remembered in this process under their stat evidence: a wrong answer would cost one log line.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+from weightcached.protocol.config import Provenance, provenance_of
+
+logger = logging.getLogger("weightcached.client")
+
+
+def compare(model_dir: Path, theirs: Provenance, *, where: str) -> None:
+    """Log what differs between the daemon's provenance and ours: a warning, or for host and path an information."""
+    ours = _remembered(model_dir, _stamp(model_dir))
+    for what, mine, daemons in (
+        ("tokenizer", ours.tokenizer_sha256, theirs.tokenizer_sha256),
+        ("revision", ours.revision, theirs.revision),
+    ):
+        if mine != daemons:
+            logger.warning(
+                "the daemon at %s has the same weights with another %s: daemon %s, engine %s",
+                where,
+                what,
+                daemons,
+                mine,
+            )
+    if (ours.host, ours.path) != (theirs.host, theirs.path):
+        logger.info("the daemon at %s loaded %s on %s", where, theirs.path, theirs.host)
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(model_dir: Path, stamp: tuple[tuple[str, int, int, int], ...]) -> Provenance:
+    return provenance_of(model_dir)
+
+
+def _stamp(model_dir: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """(name, inode, size, ctime) of all small files there are: which of them are a tokenizer's is not decided here."""
+    with os.scandir(model_dir) as entries:
+        found = [(entry.name, entry.stat()) for entry in entries if not entry.name.endswith(".safetensors")]
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in found))

@@ -1,0 +1,97 @@
+"""From the descriptors of a grant to mapped memory, every claim about them checked first.
+
+Owns the checks (count, seals, exact sizes, the manifest's digest, and that grant and manifest say the same) and
+mapping. Called by ``attach.py``. Does not talk to the daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+
+from weightcached.protocol.errors import TransferError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
+from weightcached.protocol.memory import host
+from weightcached.protocol.messages import Grant
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A generation in this process: its manifest, and each segment mapped privately. No descriptor is left of it."""
+
+    manifest: Manifest
+    segments: tuple[host.Mapping, ...]
+
+    def close(self) -> None:
+        """Unmap now. Only for failing paths, before any tensor was made."""
+        for segment in self.segments:
+            segment.close()
+
+
+def import_grant(grant: Grant, fds: OwnedFds, *, fingerprint: str, where: str) -> Mapped:
+    """Map what ``grant`` announces. ``fds`` are all closed afterwards; the caller owns the mappings.
+
+    Raises TransferError for anything that is not exactly as announced, and then leaves nothing mapped.
+    """
+    with fds:
+        expected = 1 + len(grant.segments)
+        if len(fds) != expected:
+            raise TransferError(
+                "another number of descriptors than the grant needs",
+                expected=f"{expected}: the manifest and {expected - 1} segments",
+                found=len(fds),
+                where=where,
+            )
+        manifest = Manifest.decode(_manifest_bytes(grant, fds[0], where))
+        _require_same_generation(manifest, grant, fingerprint, where)
+        sizes = [segment.nbytes for segment in grant.segments]
+        for number, nbytes in enumerate(sizes):
+            host.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}")
+        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes))
+
+
+def map_segments(fds: list[int], sizes: list[int]) -> tuple[host.Mapping, ...]:
+    """Map each segment privately; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
+    segments: list[host.Mapping] = []
+    try:
+        for fd, nbytes in zip(fds, sizes, strict=True):
+            segments.append(host.map_private(fd, nbytes=nbytes))
+    except BaseException:
+        for segment in segments:
+            segment.close()
+        raise
+    return tuple(segments)
+
+
+def _manifest_bytes(grant: Grant, fd: int, where: str) -> bytes:
+    nbytes = grant.manifest_nbytes
+    if nbytes > MANIFEST_MAX_BYTES:
+        raise TransferError(
+            "the manifest is too large", expected=f"at most {MANIFEST_MAX_BYTES} bytes", found=nbytes, where=where
+        )
+    host.verify(fd, nbytes=nbytes, what="the manifest")
+    data = os.pread(fd, nbytes, 0)
+    found = hashlib.sha256(data).hexdigest()
+    if found != grant.manifest_sha256:
+        raise TransferError(
+            "the manifest is not the one that was granted", expected=grant.manifest_sha256, found=found, where=where
+        )
+    return data
+
+
+def _require_same_generation(manifest: Manifest, grant: Grant, fingerprint: str, where: str) -> None:
+    meta = manifest.meta
+    sizes = tuple(segment.nbytes for segment in grant.segments)
+    claims = {
+        "generation": (grant.generation, meta.generation),
+        "receipts version": (grant.receipts_version, meta.receipts_version),
+        "config fingerprint": (fingerprint, meta.fingerprint),
+        "segment sizes": (sizes, meta.segments_nbytes),
+    }
+    for what, (expected, found) in claims.items():
+        if expected != found:
+            raise TransferError(
+                f"grant and manifest disagree about the {what}", expected=expected, found=found, where=where
+            )

@@ -1,0 +1,173 @@
+"""What attach gives: a mapping from names to tensors over mapped memory. Tensors are made when they are asked for.
+
+Owns :class:`WeightSet`: views, aliases, lifetimes. How the memory came here (a daemon, or the disk) is not its
+business. torch is imported when the first tensor is asked for, not before.
+
+Cost: the segment becomes one uint8 tensor, that one view per dtype, and each parameter ``as_strided`` of its view:
+about two microseconds each, whatever their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from weightcached.client.lease import Lease
+from weightcached.protocol.errors import TransferError, UnsupportedModel
+from weightcached.protocol.manifest import Geometry, Manifest, ManifestMeta, NameAccounting
+from weightcached.protocol.memory import host
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightSet(Mapping[str, "torch.Tensor"]):
+    """Names → tensors of one generation. Asking twice gives the same object; tied names give the same object.
+
+    The tensors lie in private copy-on-write memory: writing to one changes this process's pages only, and never what
+    others see. They stay valid for as long as they are referred to, also after :meth:`close` and after the daemon is
+    gone. Without :meth:`close` the lease lives as long as the process, whether or not the set is still referred to.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        segments: tuple[host.Mapping, ...],
+        *,
+        source: Literal["daemon", "disk"],
+        version: str,
+        receipts_version: str,
+        lease: Lease | None,
+    ) -> None:
+        self.manifest = manifest
+        self.source = source
+        self.version = version
+        """Equal on all ranks of one model state; what ranks compare before the first token."""
+        self.receipts_version = receipts_version
+        """What stood in for ``version`` before the content digest was known: a second thing to compare on one host."""
+        self.lease = lease
+        """The lease at the daemon; None for weights from disk."""
+        self._segments: tuple[host.Mapping, ...] | None = segments
+        self._views: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def meta(self) -> ManifestMeta:
+        """What the manifest says about the generation as a whole."""
+        return self.manifest.meta
+
+    @property
+    def accounting(self) -> NameAccounting:
+        """What became of every checkpoint tensor."""
+        return self.manifest.accounting
+
+    @property
+    def generation(self) -> str:
+        return self.meta.generation
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all segments: what an engine has to count as taken when it sizes its caches."""
+        return sum(self.meta.segments_nbytes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors.setdefault(name, self._make(name))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.names)
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest
+
+    def __repr__(self) -> str:
+        gigabytes = self.resident_bytes / 1e9
+        return f"<WeightSet from {self.source}: {len(self)} names, {gigabytes:.3f} GB, version {self.version}>"
+
+    def verify(self) -> None:
+        """Compare each parameter's bytes as this process sees them with its digest. Reads all of them (several GB/s).
+
+        Raises TransferError naming those that differ. What this process wrote to its private pages shows here.
+        """
+        from xxhash import xxh3_128_digest
+
+        blocks = [segment.view() for segment in self._open()]
+        differing = [
+            row.name
+            for row in self.manifest
+            if xxh3_128_digest(blocks[row.segment][row.offset : row.offset + row.nbytes]) != row.digest
+        ]
+        if differing:
+            raise TransferError(
+                "the bytes of parameters are not those of the manifest's digests",
+                expected=f"{len(self)} parameters as they were loaded",
+                found=f"{len(differing)} differ: {', '.join(differing[:8])}",
+                next_step="if this process did not write to them itself, report a bug",
+            )
+
+    def close(self) -> None:
+        """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""
+        if self.lease is not None:
+            self.lease.close()
+        self._segments = None
+        self._views.clear()
+        self._tensors.clear()
+
+    def __enter__(self) -> WeightSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> tuple[host.Mapping, ...]:
+        segments = self._segments
+        if segments is None:
+            raise ValueError("the weight set was closed: attach again")
+        return segments
+
+    def _make(self, name: str) -> torch.Tensor:
+        geometry = self.manifest.geometry(name)
+        if geometry.alias_of is not None:
+            return self._same_as(geometry.alias_of, name, geometry)
+        view, itemsize = self._views.get((geometry.segment, geometry.dtype)) or self._view(geometry)
+        return view.as_strided(geometry.shape, geometry.stride, geometry.offset // itemsize)
+
+    def _same_as(self, target: str, name: str, geometry: Geometry) -> torch.Tensor:
+        there = self.manifest.geometry(target)
+        if (there.shape, there.stride, there.dtype) != (geometry.shape, geometry.stride, geometry.dtype):
+            raise TransferError(
+                "bad manifest: an alias looks different from the parameter it names",
+                expected=f"{there.dtype}{list(there.shape)}",
+                found=f"{geometry.dtype}{list(geometry.shape)}",
+                where=name,
+            )
+        return self[target]
+
+    def _view(self, geometry: Geometry) -> tuple[torch.Tensor, int]:
+        """A segment as elements of one dtype; bytes at its end that are less than an element belong to no parameter."""
+        import torch
+
+        segment = self._open()[geometry.segment]
+        dtype = getattr(torch, geometry.dtype, None)
+        if dtype is None:
+            raise UnsupportedModel(
+                "this release of torch does not have a dtype of these weights",
+                expected=geometry.dtype,
+                found=f"torch {torch.__version__}",
+                next_step="install a newer torch",
+            )
+        if segment.nbytes:
+            base = torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
+        else:
+            base = torch.empty(0, dtype=torch.uint8)
+        whole = base[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._views.setdefault((geometry.segment, geometry.dtype), (whole, dtype.itemsize))
