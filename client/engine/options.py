@@ -22,10 +22,15 @@ USAGE_EXIT = 64
 """For options that cannot be used, as in all `weightcached` commands (sysexits' EX_USAGE)."""
 
 EXIT_CODES = """\
-exit codes: 0 done; 2 configuration (the daemon has another config or checkpoint; a model that this engine cannot serve);
-3 deployment (daemon absent, dead, failed or not trusted; the port is taken); 4 the daemon was not ready in time;
-5 the contract was broken: report it; 6 the checkpoint's files are wrong; 64 bad options;
-130 or 143 stopped by SIGINT or SIGTERM while starting (a serving engine that is told to stop ends with 0)
+exit codes:
+    0  done, or stopped by SIGTERM or SIGINT while serving (130 or 143: while starting)
+    2  configuration: the daemon has another config or checkpoint; a model that this engine cannot serve
+    3  deployment: daemon absent, dead, failed or not trusted; the port is taken
+    4  the daemon was not ready in time
+    5  the contract was broken: report it
+    6  the checkpoint's files are wrong
+   64  bad options
+   70  a bug
 """
 
 
@@ -132,17 +137,8 @@ _seconds.__name__ = "number of seconds"
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
     """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for."""
-    words = [
-        "serve",
-        "--model",
-        os.fspath(model_dir),
-        "--layout",
-        "hf",
-        "--dtype",
-        options.dtype,
-        "--name",
-        options.name,
-    ]
+    words = ["serve", "--model", os.fspath(model_dir), "--layout", "hf"]
+    words += ["--dtype", options.dtype, "--name", options.name]
     if options.runtime_dir is not None:
         words += ["--runtime-dir", options.runtime_dir]
     return words

@@ -72,7 +72,7 @@ class OwnedDaemon:
             os.close(pidfd)
 
     def _listens(self) -> bool:
-        """Whether our child listens at the place: a socket that an earlier daemon left, or another's, does not count."""
+        """Whether our child listens at the place: a socket that an earlier daemon left there does not count."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             return probe.connect_ex(str(self.place.socket_path)) == 0 and peer_of(probe).pid == self._process.pid
 

@@ -1,4 +1,4 @@
-"""Owns the error for a request that cannot be answered as it is: the sender's to fix, never the engine's or the cache's."""
+"""Owns the error for a request that cannot be answered as it is: the sender's to fix, not the engine's."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(error.status, {"error": str(error)})
         except OSError:
             raise  # the connection's; nobody is there to be told
-        except Exception:  # the one place where a request's failure must not end the engine: logged whole, told as 500
+        except Exception:  # noqa: BLE001  # one request's failure must not end the engine; logged whole, told as 500
             _log.exception("a request failed", extra={"path": path})
             self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "the engine failed; its log has the reason"})
         finally:
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         _log.debug(format, *args, extra={"peer": self.address_string()})
 
     def finish(self) -> None:
-        """Closing with unread data would reset the connection before its peer has read a refusal: end our side first."""
+        """Closing with unread data resets the connection before its peer has read a refusal: end our side first."""
         super().finish()
         deadline = Deadline.after(LINGER_S)
         try:

@@ -6,13 +6,11 @@ threads get the lock.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from weightcached.client.engine.embed import Encoder
 from weightcached.client.engine.generate import Decoder, Generation
@@ -21,10 +19,6 @@ from weightcached.client.engine.refusal import RequestRefused
 if TYPE_CHECKING:
     from weightcached.client.engine.model import Recipe
     from weightcached.client.weights import WeightSet
-
-LeaseState = Literal["none", "held", "lost"]
-
-_log = logging.getLogger(__name__)
 
 
 class Service:
@@ -42,11 +36,6 @@ class Service:
         self._counts = threading.Condition()
         self._in_flight = 0
         self._answered = 0
-        self._lease: LeaseState = "none"
-        self._lease_lost_at: float | None = None
-        if weights is not None and weights.lease is not None:
-            self._lease = "held"
-            weights.lease.on_lost(self._note_lost_lease)
 
     def generate(self, prompt: str, *, max_new_tokens: int) -> Generation:
         """Blocks until the lock is free and the answer made. Raises RequestRefused."""
@@ -79,19 +68,18 @@ class Service:
         """What `/status` shows: model, weights with their lease, and counts. Never waits for an answer under way."""
         with self._counts:
             counts = {"in_flight": self._in_flight, "answered": self._answered}
-            lease = {"state": self._lease, "lost_at": self._lease_lost_at}
         return {
             "model": str(self._recipe.directory),
             "architecture": self._recipe.model_class.__name__,
             "kind": self.kind,
             "dtype": self._dtype,
             "weight_cache_mode": self._mode,
-            "weights": {**self.weights_fields(), "lease": lease},
+            "weights": {**self.weights_fields(), "lease": self._lease_fields()},
             "requests": counts,
         }
 
     def weights_fields(self) -> dict[str, Any]:
-        """Where the weights came from: ``source`` is ``daemon``, ``disk`` (fallback), or ``transformers`` (mode off)."""
+        """Where the weights came from: ``source`` is ``daemon``, ``disk`` (fallback) or ``transformers`` (mode off)."""
         if self._weights is None:
             return {"source": "transformers", "version": None, "generation": None, "resident_bytes": None}
         return {
@@ -101,13 +89,13 @@ class Service:
             "resident_bytes": self._weights.resident_bytes,
         }
 
-    def _note_lost_lease(self, *_: object) -> None:
-        with self._counts:
-            self._lease = "lost"
-            self._lease_lost_at = time.time()
-        _log.warning(
-            "the daemon is gone; this engine keeps serving from the memory it mapped, a restart would load anew"
-        )
+    def _lease_fields(self) -> dict[str, str | None] | None:
+        """The lease's state and, once it is ``detached``, the reason; ``None`` for weights from disk.
+
+        An engine whose daemon is gone serves on from the memory it has mapped; only its next start will miss the daemon.
+        """
+        lease = None if self._weights is None else self._weights.lease
+        return None if lease is None else {"state": lease.state, "reason": lease.reason}
 
     def close(self) -> None:
         """Gives the lease back. The module keeps what it mapped."""
