@@ -13,14 +13,15 @@ from __future__ import annotations
 import array
 import functools
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import TransferError
@@ -34,6 +35,7 @@ DIGEST_BYTES = 16
 Kind = Literal["parameter", "buffer", "attribute"]
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute")
 _NO_ALIAS = -1
+_ELEMENTS_MAX = (1 << 63) - 1
 
 # Column name → array type code: u8 B, u16 H, u64 Q, i64 q, i32 i.
 _COLUMNS = {
@@ -110,7 +112,7 @@ class ManifestMeta(BaseModel):
     version: ShortText
     receipts_version: ShortText
     fingerprint: Hex64
-    config: dict[str, Any]
+    config: dict[str, JsonValue]
     digest: Hex64 | None
     segments_nbytes: tuple[Count, ...]
     bytes_read: Count
@@ -132,6 +134,17 @@ class NameAccounting:
 
 def encode_manifest(meta: ManifestMeta, rows: Sequence[Row], accounting: NameAccounting) -> bytes:
     """Encode; the order of ``rows`` is kept. A row that :meth:`Manifest.row` would refuse is a ValueError here."""
+    try:
+        data = _encoded(meta, rows, accounting)
+        decoded = Manifest.decode(data)
+        for _ in decoded:
+            pass
+    except (KeyError, OverflowError, TransferError) as error:
+        raise ValueError(f"rows that no client would accept: {error}") from error
+    return data
+
+
+def _encoded(meta: ManifestMeta, rows: Sequence[Row], accounting: NameAccounting) -> bytes:
     position = {row.name: number for number, row in enumerate(rows)}
     dtypes = sorted({row.dtype for row in rows})
     columns: dict[str, Sequence[int]] = {
@@ -166,12 +179,6 @@ def encode_manifest(meta: ManifestMeta, rows: Sequence[Row], accounting: NameAcc
             "columns": packed,
         }
     )
-    try:
-        decoded = Manifest.decode(data)
-        for _ in decoded:
-            pass
-    except TransferError as error:
-        raise ValueError(f"rows that no client would accept: {error}") from error
     return data
 
 
@@ -226,6 +233,8 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
         """Decode and check everything that does not need a row by row look. Raises TransferError."""
+        if len(data) > MANIFEST_MAX_BYTES:
+            raise _bad("too large", expected=f"at most {MANIFEST_MAX_BYTES} bytes", found=len(data))
         try:
             top = msgpack.unpackb(data, strict_map_key=True, max_ext_len=0)
         except (ValueError, msgpack.UnpackException, RecursionError) as error:
@@ -313,7 +322,7 @@ class Manifest:
             shape=geometry.shape,
             stride=geometry.stride,
             dtype=geometry.dtype,
-            digest=self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES],
+            digest=self._digest(number),
             kind=_KINDS[columns["kind"][number]],
             persistent=bool(columns["persistent"][number]),
             alias_of=geometry.alias_of,
@@ -340,29 +349,44 @@ class Manifest:
                 found=geometry.nbytes,
                 where=self.names[number],
             )
+        # Strides that overlap, or a zero, let few bytes claim any number of elements.
+        elements = math.prod(geometry.shape) or math.prod(extent or 1 for extent in geometry.shape)
+        if elements > _ELEMENTS_MAX:
+            raise _bad("a row has more elements than can be counted", found=geometry.shape, where=self.names[number])
         if alias != _NO_ALIAS:
-            self._check_alias(number, alias)
+            self._check_alias(geometry, number, alias)
         return geometry
 
-    def _check_alias(self, number: int, alias: int) -> None:
-        columns = self._columns
-        elsewhere = any(columns[name][alias] != columns[name][number] for name in ("segment", "offset", "nbytes"))
-        if elsewhere or columns["alias"][alias] != _NO_ALIAS:
-            raise _bad("an alias is not where the row it names is", where=self.names[number])
+    def _check_alias(self, geometry: Geometry, number: int, alias: int) -> None:
+        same = (
+            self._columns["alias"][alias] == _NO_ALIAS
+            and self._geometry(alias)._replace(alias_of=geometry.alias_of) == geometry
+        )
+        if not same or self._digest(alias) != self._digest(number):
+            raise _bad("an alias is not the row it names", where=self.names[number])
+
+    def _digest(self, number: int) -> bytes:
+        return self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     @functools.cached_property
     def accounting(self) -> NameAccounting:
         """What became of every checkpoint tensor. Decoded on first use; TransferError when it is not valid."""
         try:
             value = msgpack.unpackb(self._accounting, strict_map_key=True, max_ext_len=0)
-            return NameAccounting(
-                expected=tuple(value["expected"]),
-                loaded=tuple(value["loaded"]),
-                ignored=dict(value["ignored"]),
-                unexpected=tuple(value["unexpected"]),
-            )
-        except (ValueError, TypeError, KeyError, msgpack.UnpackException, RecursionError) as error:
+        except (ValueError, msgpack.UnpackException, RecursionError) as error:
             raise _bad("accounting is not valid", found=f"{type(error).__name__}: {error}"[:200]) from error
+        if not isinstance(value, dict) or value.keys() != {"expected", "loaded", "ignored", "unexpected"}:
+            raise _bad("accounting has wrong fields")
+        ignored = value["ignored"]
+        if not isinstance(ignored, dict):
+            raise _bad("ignored is not a map")
+        reasons = _strings("reasons", list(ignored.values()))
+        return NameAccounting(
+            expected=tuple(_strings("expected", value["expected"])),
+            loaded=tuple(_strings("loaded", value["loaded"])),
+            ignored=dict(zip(_strings("ignored", list(ignored)), reasons, strict=True)),
+            unexpected=tuple(_strings("unexpected", value["unexpected"])),
+        )
 
     @property
     def content_nbytes(self) -> int:
