@@ -30,6 +30,10 @@ class Accounting:
         """What the layout expects and no file has."""
         return self.expected - self.loaded
 
+    @property
+    def balanced(self) -> bool:
+        return not self.missing and not self.unexpected
+
     def require_balance(self, *, where: object = None, hint: str | None = None) -> None:
         """Raise MissingTensor or UnexpectedTensor unless all names are accounted for. ``hint`` is the next step."""
         missing, unexpected = self.missing, self.unexpected

@@ -52,7 +52,10 @@ def is_inside(box: Box, shape: Shape) -> bool:
     """Whether the box has the tensor's axes and stays within them."""
     if len(box.start) != len(shape) or len(box.shape) != len(shape):
         return False
-    return all(a >= 0 and n >= 0 and a + n <= s for a, n, s in zip(box.start, box.shape, shape, strict=True))
+    for start, extent, limit in zip(box.start, box.shape, shape, strict=True):
+        if start < 0 or extent < 0 or start + extent > limit:
+            return False
+    return True
 
 
 def is_contiguous(box: Box, shape: Shape) -> bool:

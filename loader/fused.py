@@ -6,7 +6,7 @@ Pure. A table says what is wanted; here it meets the headers: names are accounte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from weightcached.loader.accounting import Accounting, account
 from weightcached.loader.architectures import ARCHITECTURES
@@ -16,7 +16,7 @@ from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
-from weightcached.protocol.errors import ShapeMismatch, UnsupportedModel
+from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
 
 
 def fused_parameters(
@@ -28,12 +28,12 @@ def fused_parameters(
     """
     architecture = _architecture(config)
     model = architecture.shape_of(config.model)
+    _require_possible_depth(architecture, model, tensors)
     wanted = _wanted(architecture, model, config)
     accounting = _account(architecture, model, wanted, tensors)
     parameters: dict[str, PlannedParameter] = {}
     for one in wanted:
-        for parameter in _planned(one, tensors, parameters, config):
-            parameters[parameter.name] = parameter
+        _plan_one(one, tensors, config, parameters)
     return tuple(parameters.values()), accounting
 
 
@@ -54,6 +54,16 @@ def _architecture(config: CacheConfig) -> Architecture:
     return table
 
 
+def _require_possible_depth(architecture: Architecture, model: ModelShape, tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse an absurd number of layers before a list is made of them."""
+    for block in architecture.blocks():
+        if model.size(block.count) > len(tensors):
+            raise MissingTensor(
+                f"config.json says {model.size(block.count)} layers, the files have {len(tensors)} tensors in all",
+                next_step="see that config.json and the weights belong to one model",
+            )
+
+
 def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) -> list[Wanted]:
     rank = Rank(config.parallel.tp_size, config.parallel.tp_rank)
     try:
@@ -61,7 +71,7 @@ def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) 
     except Indivisible as fault:
         sizes = ", ".join(map(str, architecture.possible_sizes(model)))
         raise UnsupportedModel(
-            f"{config.architecture}: {rank.size} ranks cannot share {fault.what} {fault.number} evenly",
+            f"{config.architecture}: {rank.size} ranks cannot share {fault.what} evenly",
             expected=f"TP size {sizes}",
             found=f"TP size {rank.size}",
             next_step=f"use one of the TP sizes {sizes}",
@@ -74,7 +84,8 @@ def _account(
     expected = {part.source for one in wanted for part in one.parts}
     excuses = architecture.excuses(tensors.keys() - expected, model)
     accounting = account(expected=expected, present=tensors, ignored=excuses)
-    accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
+    if not accounting.balanced:
+        accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
     return accounting
 
 
@@ -88,54 +99,49 @@ def _layer_hint(architecture: Architecture, model: ModelShape, tensors: Mapping[
     """What to look at when the files have another number of layers than ``config.json`` says."""
     for block in architecture.blocks():
         depth = len(block.prefix.split("."))
-        indices = {
-            int(name.split(".")[depth])
-            for name in tensors
-            if name.startswith(f"{block.prefix}.") and name.split(".")[depth].isdecimal()
-        }
+        components = (name.split(".")[depth] for name in tensors if name.startswith(f"{block.prefix}."))
+        indices = (int(text) for text in components if text.isdecimal() and len(text) < 10)
         stated, there = model.size(block.count), max(indices, default=-1) + 1
         if stated != there:
             return f"config.json says {stated} layers, the files have {there}: one of them is of another model"
     return None
 
 
-def _planned(
-    wanted: Wanted, tensors: Mapping[str, TensorHeader], earlier: Mapping[str, PlannedParameter], config: CacheConfig
-) -> Iterator[PlannedParameter]:
-    """The parameter, followed by its scale where it is quantized."""
+def _plan_one(
+    wanted: Wanted,
+    tensors: Mapping[str, TensorHeader],
+    config: CacheConfig,
+    parameters: dict[str, PlannedParameter],
+) -> None:
+    """Add the parameter to ``parameters``, followed by its scale where it is quantized."""
+    name, shape, part_kind = wanted.name, wanted.shape, wanted.part_kind
     if wanted.alias_of is not None:
-        target = earlier[wanted.alias_of]
-        yield PlannedParameter(
-            wanted.name, wanted.shape, target.dtype, None, (), alias_of=target.name, part_kind=wanted.part_kind
-        )
+        dtype = parameters[wanted.alias_of].dtype
+        parameters[name] = PlannedParameter(name, shape, dtype, None, (), alias_of=wanted.alias_of, part_kind=part_kind)
         return
     headers = [_header(part, tensors) for part in wanted.parts]
     source = _common_dtype(wanted, headers)
     copies = tuple(
-        Copy(header, part.box, part.destination)
-        for header, part in zip(headers, wanted.parts, strict=True)
-        if part.box.volume
+        [
+            Copy(header, part.box, part.destination)
+            for header, part in zip(headers, wanted.parts, strict=True)
+            if 0 not in part.box.shape
+        ]
     )
-    scale = f"{wanted.name}_scale"
-    transform: Cast | QuantizeFp8 | None = None
-    dtype = source
     if wanted.linear and config.quantization.method == "fp8":
-        dtype, transform = "float8_e4m3fn", QuantizeFp8(scale)
-    elif config.dtype not in ("auto", source):
-        dtype, transform = config.dtype, Cast(config.dtype)
-    yield PlannedParameter(
-        wanted.name,
-        wanted.shape,
-        dtype,
-        source if copies else None,
-        copies,
-        wanted.zeros,
-        transform if copies else None,
-        part_kind=wanted.part_kind,
+        scale = f"{name}_scale"
+        parameters[name] = PlannedParameter(
+            name, shape, "float8_e4m3fn", source, copies, (), QuantizeFp8(scale), part_kind=part_kind
+        )
+        parameters[scale] = PlannedParameter(
+            scale, (shape[0], 1), "float32", None, (), produced_by=name, part_kind=part_kind
+        )
+        return
+    dtype = source if config.dtype == "auto" else config.dtype
+    cast = Cast(dtype) if copies and dtype != source else None
+    parameters[name] = PlannedParameter(
+        name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
     )
-    if isinstance(transform, QuantizeFp8):
-        shape = (wanted.shape[0], 1)
-        yield PlannedParameter(scale, shape, "float32", None, (), produced_by=wanted.name, part_kind=wanted.part_kind)
 
 
 def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
@@ -152,8 +158,8 @@ def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
 
 
 def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
-    dtypes = sorted({header.dtype for header in headers})
-    if len(dtypes) > 1:
+    dtype = headers[0].dtype
+    if any(header.dtype != dtype for header in headers):
         raise UnsupportedModel(
             f"the parts of {wanted.name} have different dtypes",
             expected="one dtype",
@@ -161,12 +167,12 @@ def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
             where=", ".join(sorted({header.file for header in headers})),
             next_step="use --layout hf at TP size 1, or convert the checkpoint",
         )
-    if not DTYPES[dtypes[0]].castable:
+    if not DTYPES[dtype].castable:
         raise UnsupportedModel(
-            f"{headers[0].name} is {dtypes[0]}: layout 'fused' takes unquantized floating-point weights only",
+            f"{headers[0].name} is {dtype}: layout 'fused' takes unquantized floating-point weights only",
             expected=", ".join(name for name, row in DTYPES.items() if row.castable),
-            found=dtypes[0],
+            found=dtype,
             where=headers[0].file,
             next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
         )
-    return dtypes[0]
+    return dtype

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weightcached.loader.collector import collector_paused
 from weightcached.loader.planned import TensorHeader
 from weightcached.protocol.dtypes import dtype_of_code
 from weightcached.protocol.errors import (
@@ -83,12 +84,13 @@ def parse_header(raw: bytes, *, file: str, file_nbytes: int) -> FileHeader:
 
     Raises HeaderError, DuplicateTensor, UnknownDtype, OverlappingTensors or TruncatedFile, naming file and tensor.
     """
-    document = _parse_json(raw, file)
-    metadata = _metadata(document.pop("__metadata__", None), file)
-    data_start = PREFIX_BYTES + len(raw)
-    tensors = [_tensor(name, entry, file, data_start) for name, entry in document.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    _require_filled(tensors, file, data_start, file_nbytes)
+    with collector_paused():
+        document = _parse_json(raw, file)
+        metadata = _metadata(document.pop("__metadata__", None), file)
+        data_start = PREFIX_BYTES + len(raw)
+        tensors = [_tensor(name, entry, file, data_start) for name, entry in document.items()]
+        tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+        _require_filled(tensors, file, data_start, file_nbytes)
     return FileHeader(tuple(tensors), metadata)
 
 

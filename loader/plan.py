@@ -13,6 +13,7 @@ from typing import Any
 from weightcached.loader.accounting import Accounting, account
 from weightcached.loader.architectures import ARCHITECTURES
 from weightcached.loader.boxes import Box, whole
+from weightcached.loader.collector import collector_paused
 from weightcached.loader.fused import fused_parameters
 from weightcached.loader.planned import (
     Cast,
@@ -54,11 +55,10 @@ def make_plan(
     """
     _require_same_model(model_config, config)
     _require_supported(config)
-    if config.layout == "hf":
-        parameters, accounting = _hf_parameters(checkpoint_tensors, config)
-    else:
-        parameters, accounting = fused_parameters(checkpoint_tensors, config)
-    prove(parameters)
+    make = _hf_parameters if config.layout == "hf" else fused_parameters
+    with collector_paused():
+        parameters, accounting = make(checkpoint_tensors, config)
+        prove(parameters)
     return LoadPlan(config=config, parameters=parameters, accounting=accounting)
 
 

@@ -23,12 +23,11 @@ Switch = str | bool
 
 
 class Indivisible(Exception):
-    """T ranks cannot share ``what`` (``number`` of them). The planner's error for it says which T would do."""
+    """T ranks cannot share ``what`` evenly. The planner's error for it says which T would do."""
 
-    def __init__(self, what: str, number: int) -> None:
-        super().__init__(f"{what} ({number})")
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
         self.what = what
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,9 @@ class Rank:
     index: int
 
     def share(self, number: int, what: str) -> int:
-        """``number / T``. Raises Indivisible, naming ``what``, when it is not whole."""
+        """``number / T``. Raises Indivisible when it is not whole; ``what`` says what is shared, its number included."""
         if number % self.size:
-            raise Indivisible(what, number)
+            raise Indivisible(what)
         return number // self.size
 
 
@@ -104,7 +103,7 @@ class Column:
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         total = model.size(self.outputs)
-        share = rank.share(total, _worded(self.outputs))
+        share = rank.share(total, f"{self.outputs} size {total}")
         ranges = [_RowRange(part, total, rank.index * share, share) for part in self.parts]
         yield from _stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
 
@@ -120,7 +119,7 @@ class RowParallel:
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         outputs, inputs = model.size(self.outputs), model.size(self.inputs)
-        share = rank.share(inputs, _worded(self.inputs))
+        share = rank.share(inputs, f"{self.inputs} size {inputs}")
         kept, local = Box((0, rank.index * share), (outputs, share)), (outputs, share)
         part = Part(f"{self.name}.weight", (outputs, inputs), kept, whole(local))
         yield Wanted(f"{self.name}.weight", local, "row", (part,), linear=True)
@@ -142,7 +141,7 @@ class Qkv:
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         heads, kv_heads, head = model.size("heads"), model.size("kv_heads"), model.size("head")
-        query_rows = rank.share(heads, "query heads") * head
+        query_rows = rank.share(heads, f"{heads} query heads") * head
         first_kv_head, kept_kv_heads = _kv_heads(kv_heads, rank)
         kv = (kv_heads * head, first_kv_head * head, kept_kv_heads * head)
         ranges = [
@@ -166,7 +165,7 @@ class Vocabulary:
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         vocabulary, hidden = model.size("vocabulary"), model.size("hidden")
         padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        rows = rank.share(padded, f"vocabulary of {vocabulary}, padded to {padded},")
+        rows = rank.share(padded, f"a vocabulary of {vocabulary}, padded to {padded},")
         name, shape = f"{self.name}.weight", (rows, hidden)
         if self.tied_to is not None and model.switch("tie_word_embeddings"):
             yield Wanted(name, shape, "vocabulary", alias_of=f"{self.tied_to}.weight")
@@ -229,10 +228,10 @@ def _stacked(name: str, ranges: Iterable[_RowRange], inputs: int, *, bias: bool)
 def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:
     """(first, count) of the key/value heads on this rank. Raises Indivisible."""
     if rank.size < kv_heads:
-        count = rank.share(kv_heads, "key/value heads")
+        count = rank.share(kv_heads, f"{kv_heads} key/value heads")
         return rank.index * count, count
     if rank.size % kv_heads:
-        raise Indivisible("key/value heads", kv_heads)
+        raise Indivisible(f"{kv_heads} key/value heads")
     return rank.index // (rank.size // kv_heads), 1
 
 
@@ -244,7 +243,3 @@ def _renamed(wanted: Wanted, under: str) -> Wanted:
 
 def _is_on(switch: Switch, model: ModelShape) -> bool:
     return switch if isinstance(switch, bool) else model.switch(switch)
-
-
-def _worded(size: Size) -> str:
-    return {"queries": "query heads' outputs"}.get(size, f"{size} size")

@@ -12,6 +12,8 @@ from typing import Any
 from weightcached.loader.architectures.rows import Block, Indivisible, Rank, Row, Wanted
 from weightcached.loader.architectures.shape import ModelShape, shape_of
 
+SIZES_TRIED = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
@@ -56,8 +58,8 @@ class Architecture:
         return tuple(row for row in self.rows if isinstance(row, Block))
 
     def possible_sizes(self, model: ModelShape) -> tuple[int, ...]:
-        """Every TP size that the model's shapes allow. All rows are cut by heads, so none is above their number."""
-        return tuple(size for size in range(1, model.size("heads") + 1) if self._allows(model, size))
+        """The TP sizes, up to `SIZES_TRIED`, that the model's shapes allow. They all divide the heads."""
+        return tuple(size for size in range(1, SIZES_TRIED + 1) if self._allows(model, size))
 
     def _allows(self, model: ModelShape, size: int) -> bool:
         if model.size("heads") % size:
