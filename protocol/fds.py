@@ -11,13 +11,17 @@ from types import TracebackType
 
 
 class OwnedFds:
-    """A fixed list of descriptors, all closed on :meth:`close` (or leaving the ``with`` block) except those taken."""
+    """A list of descriptors, all closed on :meth:`close` (or leaving the ``with`` block) except those taken."""
 
     def __init__(self, fds: Iterable[int] = ()) -> None:
         self._fds: list[int | None] = list(fds)
 
     def __len__(self) -> int:
         return len(self._fds)
+
+    def append(self, fd: int) -> None:
+        """Own one more."""
+        self._fds.append(fd)
 
     def __getitem__(self, position: int) -> int:
         """Look at a descriptor without taking it."""

@@ -1,0 +1,98 @@
+"""A client asks for weights: what it is told, frame by frame, until it is granted, refused, or has to prove itself.
+
+Owns the answer to one ``Hello``: config first, then the daemon's state, then content. Waiting clients get ``Loading``
+at once and then every second. Knows nothing of sockets; ``connection.py`` sends what is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from weightcached.daemon.generation import Generation
+from weightcached.daemon.proof import Denied, Granted, NotProven, prove
+from weightcached.daemon.record import Published, Record
+from weightcached.daemon.refusals import mismatch, refusal
+from weightcached.daemon.states import State
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import (
+    CheckpointUnproven,
+    DaemonDraining,
+    DaemonFailed,
+    DaemonNotReady,
+    WeightCacheError,
+)
+from weightcached.protocol.messages import Hello, Loading, Refused, Unproven
+
+LOADING_INTERVAL_S = 1.0
+
+Answer = Generation | Refused | Unproven | Loading
+"""What to do next for a Hello: grant this, say this and be done, or say this and wait."""
+
+
+async def attend(
+    hello: Hello, record: Record, tell: Callable[[Loading], Awaitable[None]]
+) -> Generation | Refused | Unproven:
+    """Wait until there is an answer, telling the client how far things are, at most as long as it wants to wait."""
+    deadline = Deadline.after(hello.wait_s)
+    while isinstance(answer := answer_now(hello, record), Loading):
+        if deadline.passed:
+            return refusal(_not_ready(answer, hello.wait_s))
+        await tell(answer)
+        await record.changes.wait(min(LOADING_INTERVAL_S, deadline.remaining_s()))
+    return answer
+
+
+def answer_now(hello: Hello, record: Record) -> Answer:
+    """The answer at this moment. May start a digest that the client's proof needs. Raises ProtocolError."""
+    if record.state in (State.DRAINING, State.STOPPED):
+        return refusal(
+            DaemonDraining("the daemon is stopping", next_step="start the engine again when a daemon serves this place")
+        )
+    if record.config is not None and (refused := mismatch(record.config, hello)) is not None:
+        return refused
+    if record.state is State.FAILED:
+        return refusal(_failed(record.last_error))
+    if record.published is None:
+        return record.progress.current
+    return _content(hello, record.published)
+
+
+def _content(hello: Hello, published: Published) -> Answer:
+    generation, digesting = published.generation, published.digesting
+    verdict = prove(hello, generation, published.proven)
+    if isinstance(verdict, Granted):
+        return generation
+    if isinstance(verdict, Denied):
+        return refusal(verdict.error)
+    if generation.digest is None:
+        digesting.start()  # the client is about to need it, if it does not already
+    if isinstance(verdict, NotProven):
+        return Unproven(reason=verdict.reason, rule=verdict.rule)
+    if digesting.running:
+        return Loading(stage="digest", bytes_done=0, bytes_total=0, bytes_per_s=0.0)
+    return refusal(
+        CheckpointUnproven(
+            "the daemon could not compute its own content digest, so the client's proves nothing",
+            expected=f"digest {hello.digest}" if hello.digest is not None else f"version {hello.want}",
+            found=str(digesting.failure),
+            where=generation.provenance.path,
+            next_step='restart the daemon if its checkpoint was replaced, or ask for "current" if that is meant',
+        )
+    )
+
+
+def _failed(cause: WeightCacheError | None) -> DaemonFailed:
+    return DaemonFailed(
+        "the daemon could not load its weights",
+        found=f"{cause.code}: {cause}" if cause is not None else None,
+        next_step=(cause.next_step if cause is not None else None) or "see the daemon's log, then restart it",
+    )
+
+
+def _not_ready(progress: Loading, waited_s: float) -> DaemonNotReady:
+    return DaemonNotReady(
+        "the daemon was not ready in time",
+        expected=f"ready within {waited_s:g} s",
+        found=f"stage {progress.stage!r}, {progress.bytes_done} of {progress.bytes_total} bytes",
+        next_step="wait longer: the load goes on",
+    )

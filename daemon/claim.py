@@ -1,0 +1,195 @@
+"""The claim on a place: its directory, its lock, its socket file. Whoever holds the claim is the place's daemon.
+
+Owns creating and checking the directory, the lock (held for life, its file never removed), binding aside and renaming
+over the final path, and removing exactly the socket file that it put there. Knows nothing of what is served. Used by
+the keeper, once, from one thread; nothing here waits.
+
+The lock decides. Its file's text names the holder for messages only: nobody acts on a pid read from a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from weightcached.protocol.errors import InvalidPlace, PlaceTaken
+from weightcached.protocol.peers import AllowList, check_directory, peer_of
+from weightcached.protocol.places import Place
+
+BACKLOG = 1024
+_DIRECTORY_MODE = 0o755
+_LOCK_MODE = 0o600  # whoever can open the lock file could hold the lock
+_HOLDER_MAX_BYTES = 512
+_LOCK_ATTEMPTS = 100
+
+
+class Claim:
+    """A held lock, and the socket file where one was bound. Made by :func:`take`; ends with :meth:`release` or the
+    process.
+    """
+
+    def __init__(self, place: Place, lock_fd: int) -> None:
+        self.place = place
+        self._lock_fd = lock_fd
+        self._bound: os.stat_result | None = None
+
+    def listen(self, *, mode: int) -> socket.socket:
+        """Bind, listen, then rename over the place's socket path: the path is never absent and never not listening.
+
+        The caller owns the socket. Raises PlaceTaken when a process without our lock listens at the path (somebody
+        removed the lock file under it), InvalidPlace when something else than a socket is there.
+        """
+        place = self.place
+        self._require_replaceable(place.socket_path)
+        _remove_socket(place.binding_path)  # left by a daemon that was killed between bind and rename
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(str(place.binding_path))
+            os.chmod(place.binding_path, mode)
+            listener.listen(BACKLOG)
+            bound = os.lstat(place.binding_path)
+            os.rename(place.binding_path, place.socket_path)
+        except OSError as error:
+            listener.close()
+            raise InvalidPlace("cannot put a socket there", found=error.strerror, where=place.socket_path) from error
+        self._bound = bound
+        return listener
+
+    def _require_replaceable(self, path: Path) -> None:
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise InvalidPlace(
+                "something that is not a socket is where the socket has to be",
+                expected="nothing, or a socket left by an earlier daemon",
+                found=stat.filemode(found.st_mode),
+                where=path,
+                next_step="look at what it is, and move it away",
+            )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+            failure = probe.connect_ex(str(path))
+            if failure in (errno.ECONNREFUSED, errno.ENOENT):
+                return
+            holder = str(peer_of(probe)) if failure == 0 else os.strerror(failure)
+        raise PlaceTaken(
+            "a process that does not hold the place's lock listens at its path",
+            expected="nobody",
+            found=holder,
+            where=path,
+            next_step="somebody removed the lock file of a running daemon: stop that daemon, then start this one",
+        )
+
+    def unlink(self) -> bool:
+        """Remove the socket file if it is the one bound here; whether it was. A successor's file is left alone."""
+        bound, self._bound = self._bound, None
+        if bound is None:
+            return False
+        try:
+            found = os.lstat(self.place.socket_path)
+        except FileNotFoundError:
+            return False
+        if not os.path.samestat(found, bound):
+            return False
+        os.unlink(self.place.socket_path)
+        return True
+
+    def release(self) -> None:
+        """Give the lock back; its file stays. Safe to call twice."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def take(place: Place, allowed: AllowList) -> Claim:
+    """Make and check the place's directory, then lock it. Nobody else's files are touched when this raises.
+
+    Raises PlaceTaken naming the holder, UntrustedDaemon for a directory that others could write to, InvalidPlace when
+    the file system says no.
+    """
+    for directory in (place.runtime_dir, place.directory):
+        _make_directory(directory)
+        check_directory(directory, allowed)
+    fd = _lock(place)
+    try:
+        _write_holder(fd, place)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Claim(place, fd)
+
+
+def _make_directory(directory: Path) -> None:
+    for missing in reversed([path for path in (directory, *directory.parents) if not os.path.exists(path)]):
+        try:
+            os.mkdir(missing, _DIRECTORY_MODE)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InvalidPlace(
+                "cannot make the runtime directory",
+                found=error.strerror,
+                where=missing,
+                next_step="make it for this user (systemd: RuntimeDirectory=), or choose another --runtime-dir",
+            ) from error
+        os.chmod(missing, _DIRECTORY_MODE)  # a umask may have taken more away than others need to reach the socket
+
+
+def _lock(place: Place) -> int:
+    """The locked descriptor of the file that is at the lock's path. Raises PlaceTaken or InvalidPlace."""
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            fd = os.open(place.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _LOCK_MODE)
+        except OSError as error:
+            raise InvalidPlace("cannot open the lock file", found=error.strerror, where=place.lock_path) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(place.lock_path)):
+                    return fd
+        except BlockingIOError as error:
+            holder = _read_holder(fd)
+            os.close(fd)
+            raise PlaceTaken(
+                "another daemon serves this place",
+                found=holder,
+                where=place.lock_path,
+                next_step="stop that daemon first, or choose another --name",
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the file was replaced before we had it locked: what is at the path now decides
+    raise InvalidPlace("somebody keeps replacing the lock file", where=place.lock_path)
+
+
+def _write_holder(fd: int, place: Place) -> None:
+    text = f"pid {os.getpid()}, place {place}\n".encode()
+    os.pwrite(fd, text, 0)
+    os.ftruncate(fd, len(text))
+
+
+def _read_holder(fd: int) -> str:
+    text = os.pread(fd, _HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip()
+    return ascii(text)[1:-1] if text else "a daemon that has only just taken it"
+
+
+def _remove_socket(path: Path) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise InvalidPlace(
+            "something that is not a socket is where the socket is bound first",
+            found=stat.filemode(found.st_mode),
+            where=path,
+            next_step="look at what it is, and move it away",
+        )
+    os.unlink(path)

@@ -1,0 +1,49 @@
+"""The ``weightcached`` command: a table of subcommands, each imported by name when it is asked for.
+
+Owns the table, ``--version`` and the overview. The only place that knows of every part; each subcommand's options and
+exit codes are its own module's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+USAGE_EXIT = 64
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("weightcached.daemon.serve:main", "load one rank's weights and serve them"),
+    "up": ("weightcached.daemon.up:main", "serve all ranks of a model on this host, in the foreground"),
+    "status": ("weightcached.daemon.status:main", "show every daemon of a runtime directory"),
+    "wait": ("weightcached.daemon.wait:main", "return when a place is ready"),
+    "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
+    "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
+    "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),
+}
+"""Subcommand → ("module:function", one line of help). The function takes the arguments and returns the exit status."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status. 64 when there is no such command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        print(f"weightcached {version('weightcached')}")
+        return 0
+    if arguments and arguments[0] in COMMANDS:
+        module, _, function = COMMANDS[arguments[0]][0].partition(":")
+        status: int = getattr(import_module(module), function)(arguments[1:])
+        return status
+    asked = not arguments or arguments[0] in ("-h", "--help", "help")
+    print(overview(), file=sys.stdout if asked else sys.stderr)
+    if not asked:
+        print(f"\nweightcached: no such command: {arguments[0]}", file=sys.stderr)
+    return 0 if asked else USAGE_EXIT
+
+
+def overview() -> str:
+    """What is printed by ``weightcached --help``."""
+    lines = ["usage: weightcached COMMAND [options]        (weightcached COMMAND --help, weightcached --version)", ""]
+    lines += [f"  {name:8} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(lines)

@@ -1,0 +1,224 @@
+"""One client's connection: a task that receives requests, answers each, and ends with the connection.
+
+Owns the connection's deadlines and what happens on every kind of failure: a broken frame, a slow or silent client, an
+error of ours. Nothing here can delay another connection: it waits only for its own socket. What is answered to a
+``Hello`` is decided in ``attaching.py``; after a grant the connection is the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from weightcached.daemon.attaching import attend
+from weightcached.daemon.generation import Generation
+from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import refusal
+from weightcached.daemon.snapshot import report
+from weightcached.daemon.states import State
+from weightcached.protocol.aio import AsyncChannel
+from weightcached.protocol.errors import (
+    DaemonNotReady,
+    InternalError,
+    ProtocolError,
+    UntrustedClient,
+    WeightCacheError,
+)
+from weightcached.protocol.framing import FrameSender, PeerClosed, encode_frame
+from weightcached.protocol.messages import (
+    CLIENT_TO_DAEMON,
+    DAEMON_TO_CLIENT,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Status,
+    Unproven,
+)
+from weightcached.protocol.peers import peer_of
+
+IDLE_TIMEOUT_S = 60.0
+"""How long a connection without a lease may stay silent between two requests."""
+
+log = logging.getLogger(__name__)
+
+
+class _TooSlow(Exception):
+    """The client did not take a reply in time: part of a frame may be out, so nothing more can be said."""
+
+
+class _Over(Exception):
+    """The conversation has ended as it should: nothing is left to say."""
+
+
+class Connection:
+    """Owns the accepted socket. Run :meth:`serve` as a task; cancelling it drops the client."""
+
+    def __init__(self, accepted: socket.socket, record: Record) -> None:
+        self._record = record
+        self._timeout_s = record.options.exchange_timeout_s
+        self.peer = peer_of(accepted)
+        self._channel = AsyncChannel(accepted, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON)
+        self._lease = ExitStack()
+        self._leased = False
+        self.busy = False
+        """Whether a request has begun and its answer is not out: a stopping daemon waits for these."""
+
+    async def serve(self) -> None:
+        """Converse until either side ends it. Raises nothing but CancelledError."""
+        with self._lease:
+            try:
+                await self._converse()
+            except _Over:
+                pass
+            except (PeerClosed, ConnectionError) as error:
+                log.debug("connection ended", extra={"peer": str(self.peer), "reason": str(error)})
+            except _TooSlow:
+                log.warning("dropped a client that did not read its answer", extra={"peer": str(self.peer)})
+            except WeightCacheError as error:
+                log.warning("refused", extra={"peer": str(self.peer), "code": error.code, "reason": str(error)})
+                await self._last_word(refusal(error))
+            except Exception as error:
+                log.exception("a request met an error of ours", extra={"peer": str(self.peer)})
+                await self._last_word(refusal(_internal(error)))
+            finally:
+                self.busy = False
+                self._channel.close()
+
+    async def _converse(self) -> None:
+        if not self._record.options.allowed.admits(self.peer):
+            raise UntrustedClient(
+                "this daemon does not serve that user",
+                expected="root, the daemon's user, or one on its allow-list",
+                found=str(self.peer),
+                next_step="start the daemon with --allow-uid or --allow-gid",
+            )
+        message = await self._receive_first()
+        while True:
+            idle_s = await self._answer(message)
+            self.busy = False
+            if self._record.state is State.DRAINING:
+                raise _Over
+            message = await self._receive_next(idle_s)
+
+    async def _receive_first(self) -> Message:
+        """The first request has one deadline from the connection's beginning, silence included."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._channel.readable()
+                self.busy = True
+                return await self._receive()
+        except TimeoutError as error:
+            raise self._late() from error
+
+    async def _receive_next(self, idle_s: float | None) -> Message:
+        """Another request may begin within ``idle_s`` (``None``: whenever it likes), and then has one deadline."""
+        try:
+            async with asyncio.timeout(idle_s):
+                await self._channel.readable()
+            self.busy = True
+            async with asyncio.timeout(self._timeout_s):
+                return await self._receive()
+        except TimeoutError as error:
+            raise self._late() from error
+
+    async def _receive(self) -> Message:
+        frame = await self._channel.receive()
+        frame.fds.close()
+        return frame.message
+
+    def _late(self) -> ProtocolError:
+        return ProtocolError("no complete request arrived in time", expected=f"one within {self._timeout_s:g} s")
+
+    async def _answer(self, message: Message) -> float | None:
+        """Answer one request; how long the connection may then be idle (``None``: for ever)."""
+        if isinstance(message, Status):
+            await self._send(report(self._record))
+        elif isinstance(message, Ping):
+            await self._send(Pong(token=message.token))
+        elif isinstance(message, Hello):
+            if self._leased:
+                raise ProtocolError("this connection is a lease already", expected="Status or Ping", found="Hello")
+            return await self._hello(message)
+        return None if self._leased else IDLE_TIMEOUT_S
+
+    async def _hello(self, hello: Hello) -> float | None:
+        answer = await attend(hello, self._record, self._send)
+        if isinstance(answer, Generation):
+            await self._grant(hello, answer)
+            return None
+        self._record.attaches[answer.code if isinstance(answer, Refused) else "unproven"] += 1
+        log.info("not granted", extra=_fields(self, hello) | _outcome(answer))
+        await self._send(answer)
+        if isinstance(answer, Refused):
+            raise _Over
+        return max(hello.wait_s, self._timeout_s)  # to compute a digest in
+
+    async def _grant(self, hello: Hello, generation: Generation) -> None:
+        with generation.export() as fds:
+            grant = generation.grant(nonce=self._record.nonce)
+            await self._send(grant, [fds[position] for position in range(len(fds))])
+        self._lease.enter_context(
+            self._record.leases.held(peer=self.peer, claimed_pid=hello.pid, name=hello.name, generation=generation.id)
+        )
+        self._leased = True
+        self._record.attaches["granted"] += 1
+        log.info("granted", extra=_fields(self, hello) | {"generation": generation.id, "version": generation.version})
+
+    async def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._channel.send(message, fds)
+        except TimeoutError as error:
+            raise _TooSlow from error
+
+    async def _last_word(self, refused: Refused) -> None:
+        self._record.attaches[refused.code] += 1
+        try:
+            await self._send(refused)
+        except (ConnectionError, _TooSlow) as error:
+            log.debug("a refusal did not arrive", extra={"peer": str(self.peer), "reason": repr(error)})
+
+    def dismiss(self, refused: Refused) -> None:
+        """Tell a client that was never answered why, if its socket takes it at once. The caller then cancels the
+        task.
+        """
+        if not self.busy and not self._leased:
+            say_at_once(self._channel.connection, refused)
+
+
+def say_at_once(connection: socket.socket, refused: Refused) -> None:
+    """One attempt to send, without waiting: for clients that are about to be dropped."""
+    try:
+        FrameSender(encode_frame(DAEMON_TO_CLIENT, refused)).step(connection)
+    except OSError as error:
+        log.debug("a refusal did not arrive", extra={"reason": repr(error)})
+
+
+def _internal(error: Exception) -> WeightCacheError:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return DaemonNotReady(
+            "the daemon has no descriptor left to give",
+            found=error.strerror,
+            next_step="wait for other engines to attach, or raise the daemon's limit on open files",
+        )
+    return InternalError(
+        "the daemon met an error it did not expect",
+        found=f"{type(error).__name__}: {error}",
+        next_step="see the daemon's log for the traceback, and report it",
+    )
+
+
+def _fields(connection: Connection, hello: Hello) -> dict[str, object]:
+    return {"peer": str(connection.peer), "client": hello.name, "want": hello.want}
+
+
+def _outcome(answer: Refused | Unproven) -> dict[str, object]:
+    if isinstance(answer, Refused):
+        return {"code": answer.code, "reason": answer.message, "found": answer.found}
+    return {"code": "unproven", "reason": answer.reason, "rule": answer.rule}

@@ -1,0 +1,281 @@
+"""One attempt to load: supervises the worker process and turns what it reports into a generation, or into an error.
+
+Owns the order of the exchange (``worker_messages.py``), admission, allocation and sealing of segments, and the end of
+the worker on every path. Publishing is the keeper's: nothing is visible to anybody before :func:`load` has returned,
+and a segment is sealed only after the worker said that all of it is filled. Knows nothing of how shards are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.daemon.admission import admit
+from weightcached.daemon.children import Child, describe_exit
+from weightcached.daemon.generation import CheckpointReceipts, Generation
+from weightcached.daemon.progress import ProgressTracker
+from weightcached.daemon.refusals import error_from
+from weightcached.protocol.aio import AsyncChannel
+from weightcached.protocol.config import CacheConfig, Provenance
+from weightcached.protocol.content import version_of
+from weightcached.protocol.errors import ProtocolError, TransferError, WeightCacheError, WorkerDied
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import Frame, PeerClosed
+from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
+from weightcached.protocol.memory import host
+from weightcached.protocol.worker_messages import (
+    KEEPER_TO_WORKER,
+    WORKER_TO_KEEPER,
+    Done,
+    Failed,
+    Job,
+    Memory,
+    Planned,
+    Progress,
+)
+
+WORKER_MODULE = "weightcached.loader.worker"
+_EXIT_TIMEOUT_S = 10.0
+_LAST_FRAME_TIMEOUT_S = 1.0
+_HASH_PIECE_BYTES = 256 * 1024
+
+log = logging.getLogger(__name__)
+
+
+class TransientFailure(Exception):
+    """The attempt failed in a way that another may not. ``cause`` is the error to report if it was the last."""
+
+    def __init__(self, cause: WeightCacheError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What to load, and what the keeper knows about it."""
+
+    model_dir: Path
+    config: CacheConfig
+    provenance: Provenance
+    trusted_filesystems: tuple[str, ...]
+    known_digest: Callable[[CheckpointReceipts], str | None]
+    """The content digest that was remembered for these receipts."""
+
+
+async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
+    """Run one worker to the end. The caller owns the generation.
+
+    Raises TransientFailure (the worker died, or said that trying again may help) or the error of a permanent cause.
+    Cancelled or failed, the worker is gone and its memory closed when this returns.
+    """
+    generation_id = secrets.token_hex(16)
+    progress.update("start worker")
+    async with _started_worker() as worker:
+        await worker.send(
+            Job(
+                model_dir=str(request.model_dir),
+                config=request.config.model_dump(),
+                generation=generation_id,
+                keeper_pid=os.getpid(),
+                trusted_filesystems=request.trusted_filesystems,
+            )
+        )
+        planned, none = await worker.receive(progress)
+        none.close()
+        if not isinstance(planned, Planned):
+            raise _out_of_turn(planned, expected="Planned")
+        room = admit(sum(planned.segments_nbytes))
+        log.info(
+            "planned",
+            extra={
+                "segments_nbytes": list(planned.segments_nbytes),
+                "bytes_to_read": planned.bytes_to_read,
+                "free_nbytes": room.free_nbytes,
+                "tightest_limit": room.source,
+                "receipts_trusted": planned.receipts_trusted,
+                "receipts_rule": planned.receipts_rule,
+            },
+        )
+        receipts = _receipts(planned)
+        digest = request.known_digest(receipts)
+        with OwnedFds() as memory:
+            for number, nbytes in enumerate(planned.segments_nbytes):
+                memory.append(host.allocate(nbytes, name=f"weightcached:{generation_id[:8]}:{number}"))
+            rankless = request.config.rankless_fingerprint
+            await worker.send(
+                Memory(
+                    version=version_of(rankless, digest=digest, receipts=receipts.sha256),
+                    receipts_version=version_of(rankless, digest=None, receipts=receipts.sha256),
+                    digest=digest,
+                ),
+                [memory[number] for number in range(len(memory))],
+            )
+            done, manifest = await worker.receive(progress)
+            with manifest:
+                if not isinstance(done, Done):
+                    raise _out_of_turn(done, expected="Done")
+                _check_manifest(done, manifest)
+                progress.update("seal")
+                await worker.seal(memory)
+                sha256 = await _sha256(manifest[0], nbytes=done.manifest_nbytes)
+                await worker.finish()
+                return Generation(
+                    id=generation_id,
+                    config=request.config,
+                    memory=OwnedFds([manifest.take(0), *memory.take_all()]),
+                    manifest_nbytes=done.manifest_nbytes,
+                    manifest_sha256=sha256,
+                    segments_nbytes=planned.segments_nbytes,
+                    resident_nbytes=done.resident_nbytes,
+                    bytes_read=done.bytes_read,
+                    accounting=planned.accounting,
+                    receipts=receipts,
+                    digest=digest,
+                    provenance=request.provenance,
+                    seconds=done.seconds,
+                )
+
+
+def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
+    return ProtocolError("the worker spoke out of turn", expected=expected, found=type(message).__name__)
+
+
+def _receipts(planned: Planned) -> CheckpointReceipts:
+    """Receipts of files written a moment ago prove nothing: the next edit might leave the same times."""
+    if planned.receipts_trusted and planned.receipts_young:
+        rule = "the files were written less than two seconds before they were read"
+        return CheckpointReceipts(planned.receipts, trusted=False, rule=rule)
+    return CheckpointReceipts(planned.receipts, trusted=planned.receipts_trusted, rule=planned.receipts_rule)
+
+
+def _check_manifest(done: Done, manifest: OwnedFds) -> None:
+    if len(manifest) != 1:
+        raise TransferError("the worker's report lacks the manifest", expected="1 descriptor", found=len(manifest))
+    if done.manifest_nbytes > MANIFEST_MAX_BYTES:
+        raise TransferError("the manifest is too large", expected=MANIFEST_MAX_BYTES, found=done.manifest_nbytes)
+    host.verify(manifest[0], nbytes=done.manifest_nbytes, what="the manifest")
+
+
+async def _sha256(fd: int, *, nbytes: int) -> str:
+    """Hash in pieces, so that no client waits for a large manifest."""
+    digest = hashlib.sha256()
+    for offset in range(0, nbytes, _HASH_PIECE_BYTES):
+        digest.update(os.pread(fd, _HASH_PIECE_BYTES, offset))
+        await asyncio.sleep(0)
+    return digest.hexdigest()
+
+
+class _Worker:
+    """A running worker and the channel to it."""
+
+    def __init__(self, child: Child, channel: AsyncChannel) -> None:
+        self.child = child
+        self._channel = channel
+        self._exit = asyncio.create_task(child.process.wait(), name="worker's exit")
+
+    async def send(self, message: Job | Memory, fds: Sequence[int] = ()) -> None:
+        try:
+            await self._channel.send(message, fds)
+        except ConnectionError as error:
+            raise await self._death() from error
+
+    async def receive(self, progress: ProgressTracker) -> tuple[Planned | Done, OwnedFds]:
+        """The next message that is neither progress nor failure, and its descriptors, which the caller owns."""
+        while True:
+            frame = await self._frame()
+            message = frame.message
+            if isinstance(message, Planned | Done):
+                return message, frame.fds
+            frame.fds.close()
+            if isinstance(message, Progress):
+                progress.update(message.stage, bytes_done=message.bytes_done, bytes_total=message.bytes_total)
+            elif isinstance(message, Failed):
+                cause = error_from(message.model_dump())
+                raise TransientFailure(cause) if message.transient else cause
+
+    async def _frame(self) -> Frame:
+        """The next frame, or the worker's death, whichever comes first: a process it started may hold the channel
+        open.
+        """
+        receiving = asyncio.create_task(self._channel.receive(), name="worker's next frame")
+        try:
+            await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(_LAST_FRAME_TIMEOUT_S if self._exit.done() else None):
+                return await receiving
+        except (PeerClosed, ConnectionError, TimeoutError) as error:
+            raise await self._death() from error
+        finally:
+            receiving.cancel()
+
+    async def _death(self) -> TransientFailure:
+        code = await self.child.end()
+        found = describe_exit(code)
+        if code == -signal.SIGKILL:
+            found += " (the kernel's out-of-memory killer does that; see the kernel's log)"
+        return TransientFailure(
+            WorkerDied(
+                "the worker process ended before it was done",
+                found=f"{found}; last words: {self.child.last_words}",
+                next_step="see the daemon's log for what it wrote",
+            )
+        )
+
+    async def seal(self, memory: OwnedFds) -> None:
+        """Seal every segment. Where a writable mapping is still alive, wait for the worker's exit first."""
+        try:
+            _seal(memory)
+        except BlockingIOError:
+            log.warning("a segment is still mapped after Done: sealing when the worker has ended")
+            await self.finish()
+            try:
+                _seal(memory)
+            except BlockingIOError as error:
+                raise TransferError(
+                    "a segment cannot be sealed: somebody can still write to it",
+                    expected="no writable mapping once the worker has ended",
+                    found=error.strerror,
+                    next_step="a process that the worker started is still alive: find and end it",
+                ) from error
+
+    async def finish(self) -> None:
+        """Wait for the exit of a worker that has reported; one that lingers is killed. Nothing depends on how it
+        exits.
+        """
+        try:
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                code = await self.child.ended()
+        except TimeoutError:
+            code = await self.child.end()
+        if code != 0:
+            log.warning("the worker had done its work, but ended badly", extra={"exit": describe_exit(code)})
+
+
+def _seal(memory: OwnedFds) -> None:
+    for position in range(len(memory)):
+        host.seal(memory[position])
+
+
+@asynccontextmanager
+async def _started_worker() -> AsyncIterator[_Worker]:
+    """A worker with the other end of our channel; whatever happens in the block, it is gone after it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = AsyncChannel(ours, outgoing=KEEPER_TO_WORKER, incoming=WORKER_TO_KEEPER)
+    try:
+        with theirs:
+            fd = theirs.fileno()
+            child = await Child.start("worker", WORKER_MODULE, ["--fd", str(fd)], pass_fds=[fd])
+        try:
+            yield _Worker(child, channel)
+        finally:
+            await child.end()
+    finally:
+        channel.close()

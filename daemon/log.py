@@ -1,0 +1,70 @@
+"""Structured logs on standard error: one record is one line, as readable text or as JSON.
+
+Owns the two formats. Everybody logs with the standard library: a short message that does not vary, and what varies as
+fields in ``extra=``. Field names must not be attributes of ``logging.LogRecord`` (``name``, ``args``, …).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+LOGGER = "weightcached"
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """The fields that were given in ``extra``."""
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-01-02T03:04:05.678Z INFO keeper: ready  place=default/host-tp0of1 bytes=123``, then a traceback if there
+    is one.
+    """
+
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        source = record.name.removeprefix(f"{LOGGER}.").removeprefix("daemon.")
+        line = f"{moment}.{int(record.msecs):03d}Z {record.levelname} {source}: {_one_line(record.getMessage())}"
+        if fields := fields_of(record):
+            line += "  " + " ".join(f"{key}={_value(value)}" for key, value in fields.items())
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _one_line(text: str) -> str:
+    """Control characters, which a client's name or a worker's output may hold, cannot start a line or move a cursor."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def _value(value: object) -> str:
+    text = _one_line(str(value))
+    if text and not any(character in ' "=' for character in text):
+        return text
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def configure(*, format_name: str, level: str) -> None:
+    """Send all records from ``level`` on to standard error, as ``text`` or ``json``. Called once, by a command."""
+    handler = logging.StreamHandler(sys.stderr)
+    if format_name == "json":
+        from pythonjsonlogger.json import JsonFormatter
+
+        formatter: logging.Formatter = JsonFormatter(
+            "%(asctime)s %(levelname)s %(name)s %(message)s",
+            rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+            datefmt="%Y-%m-%dT%H:%M:%S",
+            json_default=str,
+        )
+        formatter.converter = time.gmtime
+        handler.setFormatter(formatter)
+    else:
+        handler.setFormatter(TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

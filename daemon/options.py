@@ -1,0 +1,187 @@
+"""What ``weightcached serve`` may be told. Owns the options, their validation and their help; runs nothing.
+
+:class:`ServeOptions` is frozen and complete: whoever has one has a place whose path fits and values that can be used.
+``up`` uses the same arguments without the rank. Numbers carry their unit in the name; all are seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from weightcached.protocol.config import LAYOUT_REVISIONS
+from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.filesystems import checked_name
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
+
+USAGE_EXIT = 64
+"""Exit code for options that cannot be used (sysexits' EX_USAGE), apart from the codes that commands give a meaning."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that exits with :data:`USAGE_EXIT`, and never guesses an abbreviated option."""
+
+    def __init__(self, *, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage()
+        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """One daemon's options, valid."""
+
+    model: str
+    """A directory, or a hub id."""
+    tp_size: int
+    tp_rank: int
+    layout: str
+    dtype: str
+    quantization: str
+    place: Place
+    allowed: AllowList
+    cache_dir: Path | None
+    trusted_filesystems: tuple[str, ...]
+    drain_timeout_s: float
+    exchange_timeout_s: float
+    connections_max: int
+    log_format: str
+    log_level: str
+    parent_pid: int | None
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has."""
+    group = parser.add_argument_group("place")
+    group.add_argument(
+        "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
+    )
+    group.add_argument("--name", help=f"tells several daemons of a directory apart (default: {DEFAULT_NAME})")
+    group.add_argument(
+        "--allow-uid", metavar="UID", type=_id, action="append", default=[], help="trust this user too (repeatable)"
+    )
+    group.add_argument(
+        "--allow-gid", metavar="GID", type=_id, action="append", default=[], help="trust this group too (repeatable)"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to load, and how; everything but the rank."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
+    group.add_argument("--tp-size", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
+    group.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
+    )
+    group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
+    group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
+    group.add_argument(
+        "--trust-filesystem",
+        metavar="TYPE",
+        action="append",
+        default=[],
+        help="believe inode and ctime there too (repeatable)",
+    )
+
+
+def add_running_arguments(parser: argparse.ArgumentParser) -> None:
+    """Limits and logs of a daemon."""
+    group = parser.add_argument_group("running")
+    group.add_argument(
+        "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
+    )
+    group.add_argument(
+        "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
+    )
+    group.add_argument("--connections-max", type=_positive, default=4096, metavar="N", help="default: 4096")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def parse_serve(argv: list[str]) -> ServeOptions:
+    """The options of ``weightcached serve``. Exits with usage on bad syntax; raises InvalidOption or InvalidPlace."""
+    parser = Parser(
+        prog="weightcached serve",
+        description="Load one rank's weights and serve them to engines of this host until SIGTERM.",
+        epilog="exit codes: 0 stopped by a signal; 1 could not start (place taken, directory not trusted, …);\n"
+        "64 bad options; 70 a bug. A load that fails does not end the daemon: it answers with the reason.",
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
+    )
+    parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
+    add_place_arguments(parser)
+    add_running_arguments(parser)
+    return serve_options(parser.parse_args(argv))
+
+
+def serve_options(given: argparse.Namespace) -> ServeOptions:
+    """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
+    if given.tp_rank is None and given.tp_size > 1:
+        raise InvalidOption(
+            "--tp-rank is required when --tp-size is over 1: a rank that is guessed loads the wrong shard",
+            expected=f"0 to {given.tp_size - 1}",
+        )
+    tp_rank = 0 if given.tp_rank is None else given.tp_rank
+    return ServeOptions(
+        model=given.model,
+        tp_size=given.tp_size,
+        tp_rank=tp_rank,
+        layout=given.layout,
+        dtype=given.dtype,
+        quantization=given.quantization,
+        place=Place(
+            runtime_directory(given.runtime_dir),
+            given.name or DEFAULT_NAME,
+            host_device(tp_size=given.tp_size, tp_rank=tp_rank),
+        ),
+        allowed=allow_list(given),
+        cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
+        trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
+        drain_timeout_s=given.drain_timeout,
+        exchange_timeout_s=given.exchange_timeout,
+        connections_max=given.connections_max,
+        log_format=given.log_format,
+        log_level=given.log_level,
+        parent_pid=given.parent_pid,
+    )
+
+
+def allow_list(given: argparse.Namespace) -> AllowList:
+    """Who is trusted beside root and ourselves."""
+    return AllowList(frozenset(given.allow_uid), frozenset(given.allow_gid))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1 is expected")
+    return value
+
+
+def _id(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32 - 1:
+        raise argparse.ArgumentTypeError("a user or group id is expected")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
+    return value

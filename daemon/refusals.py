@@ -1,0 +1,87 @@
+"""How an error becomes a ``Refused`` frame, and a worker's or a child's report becomes an error again.
+
+Pure. Keeps every text within the limits of a frame, so that an answer about an error cannot itself fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from weightcached.protocol.config import CacheConfig, abbreviated, differing_entries
+from weightcached.protocol.errors import ERRORS_BY_CODE, CacheConfigMismatch, ProtocolError, WeightCacheError
+from weightcached.protocol.messages import DifferingField, Hello, Refused
+
+TEXT_MAX_CHARACTERS = 4096
+VALUES_MAX_BYTES = 512 * 1024
+_NAME_MAX_CHARACTERS = 1024
+
+
+def shortened(text: str) -> str:
+    """``text``, cut to what a frame's field may hold; what JSON can say but UTF-8 cannot is escaped."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= TEXT_MAX_CHARACTERS else text[: TEXT_MAX_CHARACTERS - 1] + "…"
+
+
+def refusal(error: WeightCacheError) -> Refused:
+    """The frame that says what ``error`` says."""
+    fields = {key: shortened(value) for key, value in error.as_fields().items() if value is not None}
+    return Refused.model_validate(fields)
+
+
+def error_from(fields: Mapping[str, Any]) -> WeightCacheError:
+    """The error that another process of ours reported as ``code``, ``message``, ``expected``, … (its ``as_fields``)."""
+    kind = ERRORS_BY_CODE.get(str(fields.get("code")), WeightCacheError)
+    if kind is CacheConfigMismatch:
+        kind = WeightCacheError  # is made from differing fields, and only clients raise it
+    return kind(
+        str(fields.get("message")),
+        expected=fields.get("expected"),
+        found=fields.get("found"),
+        where=fields.get("where"),
+        next_step=fields.get("next_step"),
+    )
+
+
+def mismatch(config: CacheConfig, hello: Hello) -> Refused | None:
+    """The refusal of a Hello whose config differs from ours, with our value of every differing entry; ``None`` if none.
+
+    Values are sent in full, to explain, until they would fill the frame; from there on as their digest. Raises
+    ProtocolError when the fingerprints differ and the entries do not: the client's own two accounts disagree.
+    """
+    if hello.fingerprint == config.fingerprint:
+        return None
+    ours = config.entries()
+    names = differing_entries(ours, hello.config)
+    if not names:
+        raise ProtocolError(
+            "the fingerprint is not that of the config beside it",
+            expected=config.fingerprint,
+            found=hello.fingerprint,
+            next_step="install the same weightcached release on both sides",
+        )
+    return Refused(
+        code=CacheConfigMismatch.code,
+        message="the daemon caches another configuration",
+        found=shortened(", ".join(names)),
+        fields=tuple(_differing(ours, names)),
+    )
+
+
+def _differing(ours: Mapping[str, Any], names: list[str]) -> list[DifferingField]:
+    short = abbreviated(ours)
+    left = VALUES_MAX_BYTES
+    fields = []
+    for name in names:
+        value = ours.get(name)
+        size = len(name) + len(msgpack.packb(value))
+        if size > left:
+            value = short.get(name)
+            size = len(name) + len(msgpack.packb(value))
+        left -= size
+        if left < 0:
+            break
+        fields.append(DifferingField(name=name[:_NAME_MAX_CHARACTERS], present=name in ours, value=value))
+    return fields

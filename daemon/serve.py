@@ -1,0 +1,60 @@
+"""``weightcached serve``: from arguments to a running keeper, and the exit status in the end.
+
+Owns the process: options, logs, limits, the event loop. Called by the command line only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+
+import uvloop
+
+from weightcached.daemon import log as logs
+from weightcached.daemon.claim import take
+from weightcached.daemon.keeper import Keeper
+from weightcached.daemon.options import USAGE_EXIT, parse_serve
+from weightcached.daemon.states import IllegalTransition
+from weightcached.protocol.errors import InvalidOption, WeightCacheError
+from weightcached.protocol.processes import die_with_parent
+
+_CANNOT_START_EXIT = 1
+_BUG_EXIT = 70
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Serve until a signal. Exit statuses are in the command's help."""
+    try:
+        options = parse_serve(argv)
+    except WeightCacheError as error:
+        print(f"weightcached serve: {error}", file=sys.stderr)
+        return USAGE_EXIT if isinstance(error, InvalidOption) else _CANNOT_START_EXIT
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    logs.configure(format_name=options.log_format, level=options.log_level)
+    _raise_descriptor_limit()
+    try:
+        claim = take(options.place, options.allowed)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(Keeper(options, claim).run())
+        finally:
+            claim.unlink()
+            claim.release()
+    except WeightCacheError as error:
+        log.error("cannot start: %s", error, extra={"code": error.code})
+        return _CANNOT_START_EXIT
+    except IllegalTransition:
+        log.critical("a bug: the keeper ends", exc_info=True)
+        return _BUG_EXIT
+    return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """Every engine costs a descriptor, and the usual soft limit is only there for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

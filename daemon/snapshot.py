@@ -1,0 +1,65 @@
+"""The one function that puts the keeper's record into a ``Report``: status, and whatever else shows state, come from
+here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import shortened
+from weightcached.protocol.messages import Report
+
+DAEMON_VERSION = version("weightcached")
+_SHORT_MAX_CHARACTERS = 1024
+
+
+def report(record: Record) -> Report:
+    """Everything there is to show, at this moment."""
+    options = record.options
+    generation = record.published.generation if record.published is not None else None
+    progress = record.progress.current
+    return Report(
+        daemon_version=DAEMON_VERSION,
+        pid=os.getpid(),
+        place=str(options.place),
+        socket_path=str(options.place.socket_path),
+        model=shortened(record.model_path or options.model)[:_SHORT_MAX_CHARACTERS],
+        layout=options.layout,
+        tp_rank=options.tp_rank,
+        tp_size=options.tp_size,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        memory="host",
+        state=record.state.value,
+        stage=progress.stage,
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        bytes_per_s=progress.bytes_per_s,
+        resident_nbytes=generation.resident_nbytes if generation is not None else 0,
+        own_memory_nbytes=own_memory_nbytes(),
+        generation=generation.id if generation is not None else None,
+        version=generation.version if generation is not None else None,
+        fingerprint=record.config.fingerprint if record.config is not None else None,
+        digest=generation.digest if generation is not None else None,
+        leases=record.leases.infos(),
+        lease_count=len(record.leases),
+        last_error=shortened(f"{record.last_error.code}: {record.last_error}") if record.last_error else None,
+        uptime_s=time.monotonic() - record.started_s,
+        load_seconds=generation.seconds if generation is not None else {},
+        bytes_read=generation.bytes_read if generation is not None else 0,
+        attaches=dict(record.attaches),
+    )
+
+
+def own_memory_nbytes(status: Path = Path("/proc/self/status")) -> int:
+    """Anonymous resident memory of this process: what it costs itself, without shared libraries and without
+    segments.
+    """
+    for line in status.read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

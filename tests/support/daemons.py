@@ -1,0 +1,311 @@
+"""Real daemons for tests: start `weightcached serve` as a process, talk to it over its socket, read its log, stop it.
+
+    with daemon(model_dir, runtime_dir) as served:     # SIGTERM at the end, and it must have exited with 0
+        served.wait_until("ready")
+        grant, fds = served.attach()
+
+`scripted_daemon` starts the same daemon with `scripted_worker.py` in place of the loader: it needs no torch, starts in
+a fraction of a second, and can be told to fail in any way (see that module).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.unprivileged import ROOT
+from weightcached.protocol.channel import Channel
+from weightcached.protocol.config import abbreviated, build_config
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import Frame
+from weightcached.protocol.hashing import content_digest
+from weightcached.protocol.messages import (
+    CLIENT_TO_DAEMON,
+    DAEMON_TO_CLIENT,
+    Grant,
+    Hello,
+    Loading,
+    Message,
+    Report,
+    Status,
+    Unproven,
+)
+from weightcached.protocol.places import Place, host_device
+
+TIMEOUT_S = 60.0
+"""For things that have to happen; generous, because the machine may be busy."""
+
+_SCRIPTED = (
+    "import sys, weightcached.daemon.loading as loading; "
+    "loading.WORKER_MODULE = 'tests.support.scripted_worker'; "
+    "from weightcached.daemon.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+class Log:
+    """What a process writes to standard error, line by line, read by a thread so that the process never blocks."""
+
+    def __init__(self, stream: Any) -> None:
+        self.lines: list[str] = []
+        self._stream = stream
+        self._arrived = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, name="log reader", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            with self._arrived:
+                self.lines.append(line.rstrip("\n"))
+                self._arrived.notify_all()
+        self._stream.close()
+        with self._arrived:
+            self._ended = True
+            self._arrived.notify_all()
+
+    def wait_for(self, wanted: Callable[[str], bool], *, timeout_s: float = TIMEOUT_S) -> str:
+        """The first line that is ``wanted``, from the beginning on; an AssertionError with the log when none comes."""
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        with self._arrived:
+            while True:
+                for line in self.lines[seen:]:
+                    if wanted(line):
+                        return line
+                seen = len(self.lines)
+                left_s = deadline - time.monotonic()
+                assert not self._ended, "the log ended:\n" + "\n".join(self.lines)
+                assert left_s > 0, "no such line in time:\n" + "\n".join(self.lines)
+                self._arrived.wait(left_s)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines that are JSON records, so far."""
+        with self._arrived:
+            lines = list(self.lines)
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def join(self) -> None:
+        self._reader.join(TIMEOUT_S)
+        assert not self._reader.is_alive(), "somebody still holds the log open"
+
+
+class Daemon:
+    """A running `weightcached serve`. Made by :func:`daemon` and :func:`scripted_daemon`."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], place: Place, model_dir: Path, options: Mapping[str, Any]
+    ) -> None:
+        self.process = process
+        self.place = place
+        self.model_dir = model_dir
+        self.options = options
+        self.log = Log(process.stderr)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_logged(self, message: str, **fields: object) -> dict[str, Any]:
+        """Wait for a log record with this message and these fields."""
+
+        def wanted(line: str) -> bool:
+            record = json.loads(line) if line.startswith("{") else {}
+            return record.get("message") == message and all(record.get(key) == value for key, value in fields.items())
+
+        record: dict[str, Any] = json.loads(self.log.wait_for(wanted))
+        return record
+
+    def connect(self) -> Channel:
+        """A connection to its socket, which is there as soon as the daemon listens. The caller closes it."""
+        self.wait_logged("listening")
+        return connect(self.place)
+
+    def report(self) -> Report:
+        """Its own account of itself."""
+        channel = self.connect()
+        try:
+            message = ask(channel, Status())
+        finally:
+            channel.close()
+        assert isinstance(message, Report), message
+        return message
+
+    def wait_until(self, state: str) -> Report:
+        """Wait until it logs that it is in ``state``, then ask it."""
+        self.wait_logged("state", state=state)
+        return self.report()
+
+    def hello(self, **changes: Any) -> Hello:
+        """A valid Hello for this daemon: its options, its checkpoint, receipts as a client takes them."""
+        return hello_for(self.model_dir, **{**self.options, **changes})
+
+    def attach(self, channel: Channel | None = None, **changes: Any) -> tuple[Grant, OwnedFds]:
+        """Ask until granted, with a digest where receipts are not enough (those of files just written are not).
+
+        The caller closes the descriptors. Without a ``channel`` the lease ends at once.
+        """
+        used = channel or self.connect()
+        try:
+            frame = converse(used, self.hello(**changes))
+            if isinstance(frame.message, Unproven):
+                frame = converse(used, self.hello(digest=digest_of(self.model_dir), **changes))
+        finally:
+            if channel is None:
+                used.close()
+        assert isinstance(frame.message, Grant), frame.message
+        return frame.message, frame.fds
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end. Returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(TIMEOUT_S)
+        self.log.join()
+        return status
+
+
+def connect(place: Place) -> Channel:
+    """A connection to whoever listens at ``place``. Raises OSError as connect does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(place.socket_path))
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
+
+
+def ask(channel: Channel, message: Message, *, timeout_s: float = TIMEOUT_S) -> Message:
+    """Send, and receive the next frame, which must carry no descriptor."""
+    deadline = Deadline.after(timeout_s)
+    channel.send(message, deadline=deadline)
+    frame = channel.receive(deadline=deadline)
+    with frame.fds:
+        assert len(frame.fds) == 0
+    return frame.message
+
+
+def converse(channel: Channel, hello: Hello, *, timeout_s: float = TIMEOUT_S) -> Frame:
+    """Send a Hello and receive frames until one that is not Loading."""
+    deadline = Deadline.after(timeout_s)
+    channel.send(hello, deadline=deadline)
+    while isinstance((frame := channel.receive(deadline=deadline)).message, Loading):
+        frame.fds.close()
+    return frame
+
+
+def digest_of(model_dir: Path) -> str:
+    """The checkpoint's content digest, computed here."""
+    with open_weights(weight_files(model_dir)) as weights:
+        return content_digest(weights)
+
+
+def hello_for(
+    model_dir: Path,
+    *,
+    layout: str = "hf",
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    dtype: str = "auto",
+    quantization: str = "none",
+    **changes: Any,
+) -> Hello:
+    """What a client of this release would say for ``model_dir``. ``changes`` replace fields of the message."""
+    config = build_config(
+        model_dir, layout=layout, tp_size=tp_size, tp_rank=tp_rank, dtype=dtype, quantization=quantization
+    )
+    with open_weights(weight_files(model_dir)) as weights:
+        receipts = take_receipts(weights)
+    fields: dict[str, Any] = {
+        "client_version": "0.0",
+        "name": "test",
+        "pid": os.getpid(),
+        "config": abbreviated(config.entries()),
+        "fingerprint": config.fingerprint,
+        "receipts": receipts.sha256,
+        "receipts_trusted": receipts.trusted,
+        "digest": None,
+        "want": "checkpoint",
+        "wait_s": TIMEOUT_S,
+    }
+    return Hello(**{**fields, **changes})
+
+
+def arguments_for(
+    model: str | Path,
+    runtime_dir: Path,
+    *,
+    name: str = "default",
+    layout: str = "hf",
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    dtype: str = "auto",
+    quantization: str = "none",
+) -> list[str]:
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON."""
+    arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
+    arguments += ["--layout", layout, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank), "--dtype", dtype]
+    arguments += ["--quantization", quantization, "--cache-dir", str(runtime_dir / "digests"), "--log-format", "json"]
+    return arguments
+
+
+def start(
+    model_dir: Path,
+    runtime_dir: Path,
+    *extra: str,
+    command: Sequence[str] = (sys.executable, "-m", "weightcached.daemon"),
+    environment: Mapping[str, str] | None = None,
+    name: str = "default",
+    **options: Any,
+) -> Daemon:
+    """Start a daemon and return at once. The caller stops it. ``extra`` are further arguments of `serve`."""
+    place = Place(runtime_dir, name, host_device(tp_size=options.get("tp_size", 1), tp_rank=options.get("tp_rank", 0)))
+    process = subprocess.Popen(
+        [*command, *arguments_for(model_dir, runtime_dir, name=name, **options), *extra],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Daemon(process, place, model_dir, options)
+
+
+@contextmanager
+def daemon(model_dir: Path, runtime_dir: Path, *extra: str, **options: Any) -> Iterator[Daemon]:
+    """A daemon that loads ``model_dir`` with the real loader. Stopped at the end if it still runs; exit status 0."""
+    yield from _running(start(model_dir, runtime_dir, *extra, **options))
+
+
+@contextmanager
+def scripted_daemon(
+    model_dir: Path, runtime_dir: Path, *extra: str, script: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Daemon]:
+    """A daemon whose worker follows ``script`` (`scripted_worker.py`). Stopped at the end as by :func:`daemon`."""
+    environment = {"WEIGHTCACHED_TEST_WORKER": json.dumps(script or {})}
+    command = (sys.executable, "-c", _SCRIPTED)
+    yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
+
+
+def _running(started: Daemon) -> Iterator[Daemon]:
+    try:
+        yield started
+    except BaseException:
+        started.stop(signal.SIGKILL)
+        raise
+    killed = started.process.poll() is not None
+    status = started.stop()
+    assert killed or status == 0, "\n".join(started.log.lines)

@@ -1,0 +1,172 @@
+"""A worker that follows a script: for tests of what the keeper does with good, bad and dead workers. No torch, no
+numpy.
+
+The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads honestly: one segment of
+``segment_nbytes`` zero bytes, written to once, and a manifest with one row. Keys:
+
+- ``segment_nbytes``: size of the segment (default 4096)
+- ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
+- ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
+  ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
+- ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
+- ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
+- ``keep_mapping``: ``worker`` keeps a writable mapping until it exits, ``child`` leaves it to a process of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from weightcached.protocol.channel import Channel
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
+from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, encode_manifest
+from weightcached.protocol.memory import host
+from weightcached.protocol.messages import AccountingCounts
+from weightcached.protocol.processes import die_with_parent
+from weightcached.protocol.worker_messages import (
+    KEEPER_TO_WORKER,
+    WORKER_TO_KEEPER,
+    Done,
+    Failed,
+    Job,
+    Memory,
+    Planned,
+    Progress,
+)
+
+SCRIPT: dict[str, Any] = json.loads(os.environ.get("WEIGHTCACHED_TEST_WORKER", "{}"))
+NBYTES: int = SCRIPT.get("segment_nbytes", 4096)
+
+
+def misbehaving() -> bool:
+    """Whether this attempt is one of those that the script spoils."""
+    if "only_attempts" not in SCRIPT:
+        return True
+    with open(SCRIPT["attempts"], "a+", encoding="ascii") as file:
+        file.write("attempt\n")
+        file.seek(0)
+        return len(file.readlines()) <= SCRIPT["only_attempts"]
+
+
+SPOILED = misbehaving()
+
+
+def point(name: str, channel: Channel) -> None:
+    """A point of the script: maybe the last one."""
+    if not SPOILED:
+        return
+    if SCRIPT.get("kill_at") == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if SCRIPT.get("raise_at") == name:
+        raise RuntimeError(f"as the script says, at {name}")
+    if SCRIPT.get("hang_at") == name:
+        threading.Event().wait()
+    if SCRIPT.get("fail_at") == name:
+        channel.send(Failed(**SCRIPT["fail"]))
+        sys.exit(1)
+
+
+def receipts_of(model_dir: str) -> tuple[str, bool, bool, str]:
+    if not SCRIPT.get("receipts", True):
+        return "0" * 64, False, False, "made up"
+    with open_weights(weight_files(model_dir)) as weights:
+        receipts = take_receipts(weights)
+    return receipts.sha256, receipts.trusted, receipts.is_young(), receipts.rule
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    channel = Channel(
+        socket.socket(fileno=parser.parse_args().fd), outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER
+    )
+    point("start", channel)
+    job = channel.receive().message
+    assert isinstance(job, Job)
+    die_with_parent(job.keeper_pid)
+    point("job", channel)
+    counts = AccountingCounts(expected=1, loaded=1, ignored=0, unexpected=0)
+    sha256, trusted, young, rule = receipts_of(job.model_dir)
+    channel.send(
+        Planned(
+            segments_nbytes=(NBYTES,),
+            bytes_to_read=NBYTES,
+            receipts=sha256,
+            receipts_trusted=trusted,
+            receipts_young=young,
+            receipts_rule=rule,
+            accounting=counts,
+        )
+    )
+    point("planned", channel)
+    frame = channel.receive()
+    memory = frame.message
+    assert isinstance(memory, Memory)
+    segment = frame.fds.take(0)
+    point("memory", channel)
+    channel.send(Progress(stage="read", bytes_done=0, bytes_total=NBYTES))
+    os.pwrite(segment, b"\1", 0)
+    channel.send(Progress(stage="read", bytes_done=NBYTES // 2, bytes_total=NBYTES))
+    point("progress", channel)
+    keep_mapping(segment)
+    report(channel, job, memory)
+
+
+def keep_mapping(segment: int) -> None:
+    """Leave a writable mapping alive past Done, as the script says."""
+    keeper_of_it = SCRIPT.get("keep_mapping")
+    if keeper_of_it == "worker":
+        globals()["kept"] = mmap.mmap(segment, NBYTES)
+    elif keeper_of_it == "child":
+        program = f"import mmap, sys; m = mmap.mmap({segment}, {NBYTES}); print(flush=True); sys.stdin.read()"
+        child = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[segment],
+            stdin=os.open(SCRIPT["child_stdin"], os.O_RDONLY),
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+
+
+def report(channel: Channel, job: Job, memory: Memory) -> None:
+    config = CacheConfig.model_validate(job.config)
+    seconds = {"read": 0.001}
+    meta = ManifestMeta(
+        generation=job.generation,
+        version=memory.version,
+        receipts_version=memory.receipts_version,
+        fingerprint=config.fingerprint,
+        config=config.model_dump(),
+        digest=memory.digest,
+        segments_nbytes=(NBYTES,),
+        bytes_read=NBYTES,
+        bytes_kept=NBYTES,
+        seconds=seconds,
+    )
+    row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", bytes(16))
+    data = encode_manifest(meta, [row], NameAccounting(expected=("weight",), loaded=("weight",)))
+    fd = host.allocate(len(data), name="manifest")
+    os.pwrite(fd, data, 0)
+    lie = SCRIPT.get("manifest") if SPOILED else None
+    if lie != "unsealed":
+        host.seal(fd)
+    announced = len(data) + (1 if lie == "short" else 0)
+    done = Done(manifest_nbytes=announced, resident_nbytes=NBYTES, bytes_read=NBYTES, seconds=seconds)
+    channel.send(done, [] if lie == "missing" else [fd])
+
+
+if __name__ == "__main__":
+    assert Path(__file__).is_file()
+    main()
