@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.client.attach import attach
-from weightcached.client.engine.options import USAGE_EXIT, EngineOptions, parse
+from weightcached.client.engine import model
+from weightcached.client.engine.options import BUG_EXIT, USAGE_EXIT, EngineOptions, parse
 from weightcached.client.engine.owned_daemon import OwnedDaemon
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
@@ -73,6 +74,9 @@ def main(argv: Sequence[str]) -> int:
         return USAGE_EXIT
     except _Stopped as stopped:  # while starting; while serving it is an ordinary end
         return 128 + stopped.signum
+    except Exception:  # noqa: BLE001  # the exit code says that it is a bug; the log says which
+        _log.exception("this is a bug in weightcached: please report it with what stands above")
+        return BUG_EXIT
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -131,13 +135,11 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
             weights = _attach(options, model_dir, deadline)
         resources.callback(weights.close)
     with stages.stage("imports"):
-        import torch  # noqa: F401
-
-        from weightcached.client.engine import model
-
         model.import_transformers()
     with stages.stage("config and tokenizer"):
-        recipe = model.read_recipe(model_dir)
+        config, tokenizer = model.read_config_and_tokenizer(model_dir)
+    with stages.stage("imports"):
+        recipe = model.Recipe(model_dir, config, tokenizer, model.import_model_class(config))
     if weights is None:
         with stages.stage("weights"):
             module = model.load_with_transformers(recipe, dtype=options.dtype)
@@ -162,6 +164,7 @@ def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> Weig
         digest=options.digest,
         timeout_s=deadline.remaining_s(),
         wait_for_daemon_s=options.wait_for_daemon_s,
+        engine_name="weightcached-engine",
     )
 
 

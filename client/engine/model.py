@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +40,10 @@ class Recipe:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     model_class: type[PreTrainedModel]
-    kind: Kind
+
+    @property
+    def kind(self) -> Kind:
+        return "decoder" if self.model_class.can_generate() else "encoder"
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -49,22 +53,26 @@ class Recipe:
 
 def import_transformers() -> None:
     """Imports what every engine needs, so that its seconds are counted once and by name. Quiets its progress bars."""
+    import torch  # noqa: F401
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
 
-def read_recipe(directory: Path) -> Recipe:
-    """Configuration, model class and tokenizer of the checkpoint in ``directory``; never the network, never its code.
+def read_config_and_tokenizer(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Both from the checkpoint in ``directory``; never from the network, and never its own code.
 
-    Raises ModelConfigError where they cannot be read, UnsupportedModel for what this engine cannot serve.
+    Raises ModelConfigError where they cannot be read.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return (
+            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
+            AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelConfigError(
             "Transformers cannot read the model's configuration or tokenizer",
@@ -72,12 +80,13 @@ def read_recipe(directory: Path) -> Recipe:
             where=directory,
             next_step="the directory needs config.json and the tokenizer's files",
         ) from error
-    model_class = _model_class(config)
-    return Recipe(directory, config, tokenizer, model_class, "decoder" if model_class.can_generate() else "encoder")
 
 
-def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that ``config.json`` names: the one whose parameters are called what the checkpoint's tensors are."""
+def import_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that ``config.json`` names: the one whose parameters are called what the checkpoint's tensors are.
+
+    Importing a model's module takes seconds. Raises UnsupportedModel for what this engine cannot serve.
+    """
     import transformers
 
     name = (config.architectures or [""])[0]
@@ -141,7 +150,7 @@ def _floating_dtype(weights: WeightSet) -> torch.dtype:
 
 
 def _ignorable(module: PreTrainedModel, weights: WeightSet) -> tuple[str, ...]:
-    """Names in ``weights`` that the class itself expects to find and not to use, by the rules of ``from_pretrained``.
+    """Names in ``weights``, as patterns for :func:`bind`, that ``from_pretrained`` finds and does not use either.
 
     Older checkpoints hold buffers that are computed now; the class's patterns are regular expressions to search for.
     """
@@ -151,7 +160,7 @@ def _ignorable(module: PreTrainedModel, weights: WeightSet) -> tuple[str, ...]:
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
-    return tuple(name for name in weights if any(re.search(pattern, name) for pattern in patterns))
+    return tuple(escape(name) for name in weights if any(re.search(pattern, name) for pattern in patterns))
 
 
 def _with_next_step(error: BindError, recipe: Recipe, wanted: torch.dtype, weights: WeightSet) -> BindError:

@@ -20,6 +20,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 DEFAULT_PORT = 8000
 USAGE_EXIT = 64
 """For options that cannot be used, as in all `weightcached` commands (sysexits' EX_USAGE)."""
+BUG_EXIT = 70
 
 EXIT_CODES = """\
 exit codes:

@@ -92,7 +92,7 @@ class Service:
     def _lease_fields(self) -> dict[str, str | None] | None:
         """The lease's state and, once it is ``detached``, the reason; ``None`` for weights from disk.
 
-        An engine whose daemon is gone serves on from the memory it has mapped; only its next start will miss the daemon.
+        An engine whose daemon is gone serves on from the memory it has mapped; only its next start misses the daemon.
         """
         lease = None if self._weights is None else self._weights.lease
         return None if lease is None else {"state": lease.state, "reason": lease.reason}
