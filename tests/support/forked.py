@@ -1,5 +1,6 @@
 """Running a function in a forked child, as another user if need be, and raising here what it raises there."""
 
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ def in_child(work: Callable[[], object], *, uid: int | None = None) -> None:
     pid = os.fork()
     if pid == 0:
         report = b""
+        faulthandler.disable()  # a child that is meant to crash need not tell the terminal
         try:
             if uid is not None:
                 os.setgroups([])
