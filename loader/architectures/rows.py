@@ -38,7 +38,7 @@ class Rank:
     index: int
 
     def share(self, number: int, what: str) -> int:
-        """``number / T``. Raises Indivisible when it is not whole; ``what`` says what is shared, its number included."""
+        """``number / T``. Raises Indivisible when it is not whole; ``what`` says what is shared, with its number."""
         if number % self.size:
             raise Indivisible(what)
         return number // self.size
