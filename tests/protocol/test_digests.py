@@ -149,11 +149,14 @@ def test_where_receipts_prove_nothing_every_digest_is_computed(settled: Callable
 import json
 from pathlib import Path
 from weightcached.protocol.digests import DigestCache, digest_of
-print(json.dumps([digest_of("ram/model", DigestCache(Path("{tmp_path}/cache"))).source for _ in range(2)]))
+cache = DigestCache(Path("{tmp_path}/cache"))
+answers = [digest_of("ram/model", cache, also_trusted=names) for names in ([], [], ["ramfs"], ["ramfs"], [])]
+print(json.dumps([(answer.source, answer.settled) for answer in answers]))
 """
     setup = f"mkdir ram; mount -t ramfs ramfs ram; cp -r {settled()} ram/model; sleep 2"
-    assert in_mount_namespace(setup, program, tmp_path) == ["computed", "computed"]
-    assert list((tmp_path / "cache").iterdir()) == []
+    computed = ["computed", False]
+    answers = [computed, computed, ["computed", True], ["cache", True], computed]
+    assert in_mount_namespace(setup, program, tmp_path) == answers
 
 
 @pytest.mark.parametrize(
@@ -273,9 +276,13 @@ with DigestCache(Path(sys.argv[1])).opened(warnings) as shelf, shelf.turn(sys.ar
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has the turn of one entry until it is told to let go, or killed."""
+    """A process that wants the turn of one entry, and has it until it is told to let go, or killed."""
 
     process: subprocess.Popen[bytes]
+
+    def await_turn(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"True []\n"
 
     def let_go(self) -> None:
         assert self.process.stdin is not None
@@ -291,8 +298,6 @@ def hold() -> Iterator[Callable[[Path, str], Holder]]:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         processes.enter_context(process)
         processes.callback(process.kill)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"True []\n"
         return Holder(process)
 
     with processes:
@@ -316,6 +321,7 @@ def test_who_asks_while_another_computes_waits_and_reads(
     directory = settled()
     assert cache.directory is not None
     holder = hold(cache.directory, receipts_of(directory).sha256)
+    holder.await_turn()
     command = [*COMMAND, str(directory), "--json", "--cache-dir", str(cache.directory)]
     askers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
     for asker in askers:
@@ -334,6 +340,7 @@ def test_the_turn_of_a_killed_process_passes_on(
     assert cache.directory is not None
     receipts = receipts_of(directory).sha256
     holder = hold(cache.directory, receipts)
+    holder.await_turn()
     command = [*COMMAND, str(directory), "--json", "--cache-dir", str(cache.directory)]
     asker = subprocess.Popen(command, stdout=subprocess.PIPE)
     wait_until_in_line(asker.pid)
@@ -344,11 +351,30 @@ def test_the_turn_of_a_killed_process_passes_on(
     assert [path.suffix for path in cache.directory.iterdir()] == [".json"]
 
 
+def test_a_turn_inherited_in_line_keeps_later_ones_waiting(
+    settled: Callable[[], Path], cache: DigestCache, hold: Callable[[Path, str], Holder]
+) -> None:
+    """The first holder clears its lock file away; who waited behind it must not be left with a file without a name."""
+    directory = settled()
+    assert cache.directory is not None
+    first = hold(cache.directory, receipts_of(directory).sha256)
+    first.await_turn()
+    second = hold(cache.directory, receipts_of(directory).sha256)
+    wait_until_in_line(second.process.pid)
+    first.let_go()
+    second.await_turn()
+    command = [*COMMAND, str(directory), "--json", "--cache-dir", str(cache.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as asker:
+        wait_until_in_line(asker.pid)
+        second.let_go()
+        assert json.loads(asker.communicate(timeout=DEADLINE_S)[0])["remembered"]
+
+
 def test_a_lock_is_nobody_elses_to_hold(
     settled: Callable[[], Path], cache: DigestCache, hold: Callable[[Path, str], Holder]
 ) -> None:
     assert cache.directory is not None
-    hold(cache.directory, receipts_of(settled()).sha256)
+    hold(cache.directory, receipts_of(settled()).sha256).await_turn()
     (lock,) = cache.directory.iterdir()
     assert lock.stat().st_mode & 0o777 == 0o600
 
@@ -552,7 +578,7 @@ def test_the_command_ends_with_its_parent(
 ) -> None:
     directory = settled()
     assert cache.directory is not None
-    hold(cache.directory, receipts_of(directory).sha256)
+    hold(cache.directory, receipts_of(directory).sha256).await_turn()
     program = """
 import os, subprocess, sys
 child = subprocess.Popen([*sys.argv[1:], "--low-priority", "--die-with-parent", str(os.getpid())])
