@@ -35,14 +35,14 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(_NUMPY.get(name, name))
 
 
-def execute(plan: LoadPlan, directory: Path) -> dict[str, np.ndarray]:
-    """Parameter name → array. An alias is the same object as its target."""
+def execute(plan: LoadPlan, source: Path | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameter name → array, from the checkpoint's directory or its tensors. An alias is its target's array."""
     made: dict[str, np.ndarray] = {}
     for parameter in plan.parameters:
         if parameter.alias_of is not None:
             made[parameter.name] = made[parameter.alias_of]
         elif parameter.produced_by is None and not isinstance(parameter.transform, QuantizeFp8):
-            made[parameter.name] = _parameter(parameter, directory)
+            made[parameter.name] = _parameter(parameter, source)
     return made
 
 
@@ -51,14 +51,14 @@ def short_digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     return {name: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16] for name, a in arrays.items()}
 
 
-def _parameter(parameter: PlannedParameter, directory: Path) -> np.ndarray:
+def _parameter(parameter: PlannedParameter, source: Path | Mapping[str, np.ndarray]) -> np.ndarray:
     source_dtype = parameter.source_dtype or parameter.dtype
     values = np.full(parameter.shape, _poison(source_dtype), numpy_dtype(source_dtype))
     for copy in parameter.copies:
-        taken = _tensor(copy.tensor, directory)[_slices(copy.source)]
-        values[_slices(copy.destination)] = taken.reshape(copy.destination.shape)
+        taken = _tensor(copy.tensor, source)[slices(copy.source)]
+        values[slices(copy.destination)] = taken.reshape(copy.destination.shape)
     for box in parameter.zeros:
-        values[_slices(box)] = 0
+        values[slices(box)] = 0
     if isinstance(parameter.transform, Cast):
         return _cast(values, source_dtype, parameter.transform.dtype)
     return values
@@ -69,12 +69,15 @@ def _poison(dtype: str) -> int:
     return 1 if numpy_dtype(dtype).itemsize == 1 else 77
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
+    """The box as a numpy index."""
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
 
 
-def _tensor(header: TensorHeader, directory: Path) -> np.ndarray:
-    with open(directory / header.file, "rb") as file:
+def _tensor(header: TensorHeader, source: Path | Mapping[str, np.ndarray]) -> np.ndarray:
+    if not isinstance(source, Path):
+        return source[header.name]
+    with open(source / header.file, "rb") as file:
         file.seek(header.offset)
         data = file.read(header.nbytes)
     return np.frombuffer(data, numpy_dtype(header.dtype)).reshape(header.shape)
