@@ -104,6 +104,7 @@ class Claim:
         """Give the lock back; its file stays. Safe to call twice."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
+            os.ftruncate(fd, 0)  # or whoever loses the next race might read our name for the winner's
             os.close(fd)
 
 

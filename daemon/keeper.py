@@ -65,7 +65,7 @@ class Keeper:
         listener = self._claim.listen(mode=_SHARED_SOCKET_MODE if shared else _OWN_SOCKET_MODE)
         server = Server(listener, self._record)
         server.start()
-        log.info("listening", extra={"place": str(options.place), "socket": str(options.place.socket_path)})
+        log.info("listening", extra={"socket": str(options.place.socket_path)})
         bringing_up = asyncio.create_task(self._bring_up(), name="bring up")
         stopping = asyncio.create_task(stop.acquire(), name="stop signal")
         try:

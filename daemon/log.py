@@ -10,6 +10,8 @@ import logging
 import sys
 import time
 
+from weightcached.daemon.text import one_line
+
 LOGGER = "weightcached"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
@@ -29,7 +31,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
         source = record.name.removeprefix(f"{LOGGER}.").removeprefix("daemon.")
-        line = f"{moment}.{int(record.msecs):03d}Z {record.levelname} {source}: {_one_line(record.getMessage())}"
+        line = f"{moment}.{int(record.msecs):03d}Z {record.levelname} {source}: {one_line(record.getMessage())}"
         if fields := fields_of(record):
             line += "  " + " ".join(f"{key}={_value(value)}" for key, value in fields.items())
         if record.exc_info:
@@ -37,20 +39,18 @@ class TextFormatter(logging.Formatter):
         return line
 
 
-def _one_line(text: str) -> str:
-    """Control characters, which a client's name or a worker's output may hold, cannot start a line or move a cursor."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-
-
 def _value(value: object) -> str:
-    text = _one_line(str(value))
+    text = one_line(str(value))
     if text and not any(character in ' "=' for character in text):
         return text
     return '"' + text.replace('"', '\\"') + '"'
 
 
-def configure(*, format_name: str, level: str) -> None:
-    """Send all records from ``level`` on to standard error, as ``text`` or ``json``. Called once, by a command."""
+def configure(*, format_name: str, level: str, place: str) -> None:
+    """Send all records from ``level`` on to standard error, as ``text`` or ``json``. Called once, by a command.
+
+    ``place`` is in every JSON record, so that several daemons can share one log.
+    """
     handler = logging.StreamHandler(sys.stderr)
     if format_name == "json":
         from pythonjsonlogger.json import JsonFormatter
@@ -60,6 +60,7 @@ def configure(*, format_name: str, level: str) -> None:
             rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
             datefmt="%Y-%m-%dT%H:%M:%S",
             json_default=str,
+            static_fields={"place": place},
         )
         formatter.converter = time.gmtime
         handler.setFormatter(formatter)

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         return USAGE_EXIT if isinstance(error, InvalidOption) else _CANNOT_START_EXIT
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
-    logs.configure(format_name=options.log_format, level=options.log_level)
+    logs.configure(format_name=options.log_format, level=options.log_level, place=str(options.place))
     _raise_descriptor_limit()
     try:
         claim = take(options.place, options.allowed)

@@ -8,6 +8,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
 - ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
   ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
+- ``release``: a FIFO; with it ``hang_at`` waits until somebody has opened it for writing and closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
 - ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
 - ``keep_mapping``: ``worker`` keeps a writable mapping until it exits, ``child`` leaves it to a process of its own
@@ -71,10 +72,17 @@ def point(name: str, channel: Channel) -> None:
     if SCRIPT.get("raise_at") == name:
         raise RuntimeError(f"as the script says, at {name}")
     if SCRIPT.get("hang_at") == name:
-        threading.Event().wait()
+        hang()
     if SCRIPT.get("fail_at") == name:
         channel.send(Failed(**SCRIPT["fail"]))
         sys.exit(1)
+
+
+def hang() -> None:
+    if "release" not in SCRIPT:
+        threading.Event().wait()
+    with open(SCRIPT["release"], "rb") as fifo:
+        fifo.read()
 
 
 def receipts_of(model_dir: str) -> tuple[str, bool, bool, str]:

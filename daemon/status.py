@@ -1,0 +1,185 @@
+"""``weightcached status``: every daemon of a runtime directory, as a table or as JSON. Collects first, renders second.
+
+Exit codes: 0 all are ready · 1 some are not ready yet · 2 some failed, are stopping, or do not answer · 3 there are
+none. A place whose socket file is there but whose daemon is not is shown; a place that was stopped cleanly has no
+socket file and is not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weightcached.daemon.asking import ask_status, connect
+from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.states import State
+from weightcached.daemon.text import binary_size, duration, one_line, table
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import DaemonAbsent, DaemonDraining, WeightCacheError
+from weightcached.protocol.messages import Report
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place, places_in, runtime_directory
+
+_AT_ONCE = 16
+_LEASES_SHOWN = 20
+_HEADING = ("PLACE", "STATE", "MODEL", "RANK", "PROGRESS", "RESIDENT", "LEASES", "VERSION", "DAEMON")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One place: its daemon's report, or why there is none."""
+
+    place: Place
+    report: Report | None = None
+    problem: WeightCacheError | None = None
+
+    @property
+    def state(self) -> str:
+        """The daemon's state, or ``unreachable``, ``untrusted_daemon``, … for one that gave no report."""
+        if self.report is not None:
+            return self.report.state
+        if isinstance(self.problem, DaemonDraining):
+            return State.DRAINING
+        return self.problem.code.removeprefix("daemon_") if self.problem is not None else "unreachable"
+
+
+def look(place: Place, *, allowed: AllowList, timeout_s: float) -> Seen:
+    """Ask one place. Blocks up to the timeout."""
+    deadline = Deadline.after(timeout_s)
+    try:
+        channel = connect(place, allowed=allowed, deadline=deadline)
+        try:
+            return Seen(place, report=ask_status(channel, deadline))
+        finally:
+            channel.close()
+    except WeightCacheError as error:
+        return Seen(place, problem=error)
+
+
+def collect(runtime_dir: Path, *, name: str | None, allowed: AllowList, timeout_s: float) -> list[Seen]:
+    """Every place of ``runtime_dir`` that has a socket file, asked at once."""
+    places = [place for place in places_in(runtime_dir) if name is None or place.name == name]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        seen = list(pool.map(partial(look, allowed=allowed, timeout_s=timeout_s), places))
+    return [one for one in seen if not isinstance(one.problem, DaemonAbsent)]
+
+
+def exit_code(seen: Sequence[Seen]) -> int:
+    """The documented codes; the worst place decides."""
+    if not seen:
+        return 3
+    states = {one.state for one in seen}
+    if states == {State.READY}:
+        return 0
+    return 1 if states <= {State.READY, State.STARTING, State.LOADING} else 2
+
+
+def render(seen: Sequence[Seen]) -> list[str]:
+    """The table, and under it what does not fit in a row: leases, and why something is wrong."""
+    lines = table([_HEADING, *(_row(one) for one in seen)])
+    for one in seen:
+        lines += _details(one)
+    return [one_line(line) for line in lines]
+
+
+def _row(one: Seen) -> tuple[str, ...]:
+    report = one.report
+    if report is None:
+        return (str(one.place), one.state, "-", "-", "-", "-", "-", "-", "-")
+    return (
+        str(one.place),
+        report.state,
+        report.model,
+        f"{report.tp_rank}/{report.tp_size}",
+        _progress(report),
+        binary_size(report.resident_nbytes),
+        str(report.lease_count),
+        _short(report.version),
+        f"pid {report.pid}, {binary_size(report.own_memory_nbytes)}",
+    )
+
+
+def _progress(report: Report) -> str:
+    if report.state not in (State.STARTING, State.LOADING):
+        return "-"
+    if not report.bytes_total:
+        return report.stage
+    percent = 100 * report.bytes_done / report.bytes_total
+    return f"{report.stage} {percent:.0f}% at {binary_size(report.bytes_per_s)}/s"
+
+
+def _short(version: str | None) -> str:
+    """``digest:0123456789ab``: enough to compare two ranks by eye."""
+    if version is None:
+        return "-"
+    kind, _, value = version.partition(":")
+    return f"{kind}:{value[:12]}"
+
+
+def _details(one: Seen) -> list[str]:
+    if one.report is None:
+        return [f"{one.place}: {one.problem}"]
+    lines = [
+        f"{one.place}: lease of pid {lease.pid} (uid {lease.uid}), {duration(lease.age_s)}, {lease.name}"
+        for lease in one.report.leases[:_LEASES_SHOWN]
+    ]
+    if (more := one.report.lease_count - len(lines)) > 0:
+        lines.append(f"{one.place}: and {more} more leases")
+    if one.report.last_error is not None:
+        lines.append(f"{one.place}: last error: {one.report.last_error}")
+    return lines
+
+
+def as_json(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Everything known, for programs."""
+    return {"daemons": [_json(one) for one in seen]}
+
+
+def _json(one: Seen) -> dict[str, Any]:
+    if one.report is not None:
+        return {"reachable": True, **one.report.model_dump()}
+    problem = one.problem.as_fields() if one.problem is not None else None
+    return {
+        "reachable": False,
+        "place": str(one.place),
+        "socket_path": str(one.place.socket_path),
+        "state": one.state,
+        "problem": problem,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Print, and return the exit code."""
+    parser = Parser(
+        prog="weightcached status",
+        description="Show every daemon of a runtime directory.",
+        epilog="exit codes: 0 all are ready; 1 some are not ready yet; 2 some failed, are stopping, or do not answer;\n"
+        "3 there are none; 64 bad options",
+    )
+    add_place_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="everything that is known, as one JSON document")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="for each daemon's answer (default: 5)")
+    given = parser.parse_args(argv)
+    try:
+        runtime_dir = runtime_directory(given.runtime_dir)
+    except WeightCacheError as error:
+        print(f"weightcached status: {error}", file=sys.stderr)
+        return USAGE_EXIT
+    try:
+        seen = collect(runtime_dir, name=given.name, allowed=allow_list(given), timeout_s=given.timeout)
+    except WeightCacheError as error:
+        print(one_line(f"weightcached status: {error}"), file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps(as_json(seen)))
+    elif seen:
+        print("\n".join(render(seen)))
+    else:
+        print(f"no daemon in {runtime_dir}" + (f" under the name {given.name}" if given.name else ""))
+    return exit_code(seen)

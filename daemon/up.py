@@ -1,0 +1,129 @@
+"""``weightcached up``: all ranks of a model on this host, in the foreground. Starts one ``serve`` per rank and owns
+them all.
+
+Signals go to every rank. When a rank ends that was not told to, the others are stopped and the exit status is not 0.
+Ranks die with this process, even if it is killed. Their logs come through here: lines of text get the rank in front,
+JSON carries it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+
+import uvloop
+
+from weightcached.daemon.options import (
+    USAGE_EXIT,
+    Parser,
+    add_model_arguments,
+    add_place_arguments,
+    add_running_arguments,
+    serve_options,
+)
+from weightcached.protocol.errors import WeightCacheError
+
+_LINE_MAX_BYTES = 1024 * 1024
+
+
+def main(argv: list[str]) -> int:
+    """Run all ranks until a signal; 0 when every rank then stopped cleanly, 1 otherwise."""
+    parser = Parser(
+        prog="weightcached up",
+        description="Serve all tensor-parallel ranks of a model on this host, in the foreground,\n"
+        "until SIGTERM or Ctrl-C. Takes the options of `weightcached serve`, but the rank.",
+        epilog="exit codes: 0 all ranks stopped as they were told; 1 a rank ended by itself or badly; 64 bad options",
+    )
+    add_model_arguments(parser)
+    add_place_arguments(parser)
+    add_running_arguments(parser)
+    given = parser.parse_args(argv)
+    try:
+        check(given)
+    except WeightCacheError as error:
+        print(f"weightcached up: {error}", file=sys.stderr)
+        return USAGE_EXIT
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Ranks(argv, tp_size=given.tp_size, prefix=given.log_format == "text").run())
+
+
+def check(given: argparse.Namespace) -> None:
+    """Whether every rank's options can be used: found out once, here, and not once per rank."""
+    for rank in range(given.tp_size):
+        serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=os.getpid()))
+
+
+class Ranks:
+    """The ranks' processes, from start to end."""
+
+    def __init__(self, arguments: Sequence[str], *, tp_size: int, prefix: bool) -> None:
+        self._arguments = arguments
+        self._tp_size = tp_size
+        self._prefix = prefix
+        self._processes: dict[int, Process] = {}
+        self._told = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._tell, number)
+        watching = []
+        for rank in range(self._tp_size):
+            if self._told:
+                break
+            self._processes[rank] = await self._start(rank)
+            watching.append(asyncio.create_task(self._watch(rank), name=f"rank {rank}"))
+        clean = await asyncio.gather(*watching)
+        return 0 if all(clean) else 1
+
+    async def _start(self, rank: int) -> Process:
+        # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "weightcached.daemon",
+            "serve",
+            *self._arguments,
+            *("--tp-rank", str(rank), "--parent-pid", str(os.getpid())),
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            limit=_LINE_MAX_BYTES,
+            start_new_session=True,
+        )
+
+    async def _watch(self, rank: int) -> bool:
+        """Pass on what the rank logs until it ends; whether it ended as it was told."""
+        process = self._processes[rank]
+        copying = asyncio.create_task(self._copy_log(rank), name=f"log of rank {rank}")
+        status = await process.wait()
+        told = self._told
+        await copying
+        if not told:
+            print(f"weightcached up: rank {rank} ended with status {status}: stopping all", file=sys.stderr, flush=True)
+            self._tell(signal.SIGTERM)
+        return told and status == 0
+
+    async def _copy_log(self, rank: int) -> None:
+        stream = self._processes[rank].stderr
+        prefix = f"[rank {rank}] " if self._prefix else ""
+        while stream is not None:
+            try:
+                line = await stream.readline()
+            except ValueError:
+                line = b"(a line that is too long to show)\n"
+            if not line:
+                return
+            print(prefix + line.decode("utf-8", "replace"), end="", file=sys.stderr, flush=True)
+
+    def _tell(self, number: int) -> None:
+        """Send a signal to every rank that still runs. A second one makes them hurry."""
+        self._told = True
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(number)

@@ -1,0 +1,140 @@
+"""``weightcached wait``: return when places are ready, whether or not their daemons have started yet.
+
+Exit codes: 0 ready · 1 not ready in time · 2 a load failed, or a place cannot be used.
+
+A daemon that is not there yet, or died and may be restarted, is looked for again until the time is over; nothing
+announces a socket. Once there is a connection it is kept, and the daemon is asked on it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weightcached.daemon.asking import ask_status, connect
+from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.states import State
+from weightcached.daemon.text import one_line
+from weightcached.protocol.channel import Channel
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import (
+    DaemonAbsent,
+    DaemonDraining,
+    DaemonFailed,
+    DaemonNotReady,
+    DaemonUnreachable,
+    InvalidOption,
+    WeightCacheError,
+)
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, places_in, runtime_directory
+
+PAUSE_S = 0.1
+_ANSWER_TIMEOUT_S = 5.0
+
+_MAY_COME = (DaemonAbsent, DaemonUnreachable, DaemonDraining, DaemonNotReady)
+"""What another look may find changed: the daemon has not bound, was killed, is stopping, is stuck."""
+
+
+class Watched:
+    """One place and the connection that is kept to its daemon."""
+
+    def __init__(self, place: Place, allowed: AllowList) -> None:
+        self.place = place
+        self._allowed = allowed
+        self._channel: Channel | None = None
+        self.last_seen = "nobody has looked"
+
+    def is_ready(self, overall: Deadline) -> bool:
+        """Look once. Raises DaemonFailed with the daemon's reason, or what makes the place unusable."""
+        deadline = Deadline.after(min(_ANSWER_TIMEOUT_S, max(overall.remaining_s(), PAUSE_S)))
+        try:
+            if self._channel is None:
+                self._channel = connect(self.place, allowed=self._allowed, deadline=deadline)
+            report = ask_status(self._channel, deadline)
+        except _MAY_COME as error:
+            self.close()
+            self.last_seen = str(error)
+            return False
+        self.last_seen = f"{report.state}, stage {report.stage!r}"
+        if report.state == State.FAILED:
+            raise DaemonFailed("the daemon could not load its weights", found=report.last_error, where=self.place)
+        return report.state == State.READY
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def wait(find: Callable[[], Sequence[Place]], *, allowed: AllowList, deadline: Deadline) -> None:
+    """Block until ``find`` names at least one place and all that it names are ready.
+
+    Raises DaemonNotReady at the deadline, saying what each place was last seen doing; DaemonFailed at once.
+    """
+    watched: dict[Place, Watched] = {}
+    try:
+        while True:
+            for place in find():
+                watched.setdefault(place, Watched(place, allowed))
+            waiting = [one for one in watched.values() if not one.is_ready(deadline)]
+            if watched and not waiting:
+                return
+            if deadline.passed:
+                seen = "; ".join(f"{one.place}: {one.last_seen}" for one in waiting) or "no socket at all"
+                raise DaemonNotReady("not ready in time", found=seen)
+            time.sleep(min(PAUSE_S, deadline.remaining_s()))
+    finally:
+        for one in watched.values():
+            one.close()
+
+
+def _places(runtime_dir: Path, name: str | None, tp_size: int | None, tp_rank: int | None) -> list[Place] | None:
+    """The places that were named, or ``None`` for whatever is there."""
+    if tp_size is None:
+        if tp_rank is not None:
+            raise InvalidOption("--tp-rank needs --tp-size beside it: both are part of a place")
+        return None
+    ranks = range(tp_size) if tp_rank is None else [tp_rank]
+    return [Place(runtime_dir, name or DEFAULT_NAME, host_device(tp_size=tp_size, tp_rank=rank)) for rank in ranks]
+
+
+def _sockets(runtime_dir: Path, name: str | None) -> list[Place]:
+    return [
+        place
+        for place in places_in(runtime_dir)
+        if (name is None or place.name == name) and place.socket_path.is_socket()
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Wait, and return the exit code."""
+    parser = Parser(
+        prog="weightcached wait",
+        description="Return when every place is ready: those of --tp-size and --tp-rank, or else all\n"
+        "that have a socket, and at least one.",
+        epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
+    )
+    parser.add_argument("--timeout", type=float, required=True, metavar="S", help="how long to wait at most")
+    add_place_arguments(parser)
+    parser.add_argument("--tp-size", type=int, metavar="N", help="wait for this model's ranks, whether started or not")
+    parser.add_argument("--tp-rank", type=int, metavar="R", help="wait for this rank only")
+    given = parser.parse_args(argv)
+    try:
+        runtime_dir = runtime_directory(given.runtime_dir)
+        named = _places(runtime_dir, given.name, given.tp_size, given.tp_rank)
+    except WeightCacheError as error:
+        print(f"weightcached wait: {error}", file=sys.stderr)
+        return USAGE_EXIT
+
+    def find() -> list[Place]:
+        return named if named is not None else _sockets(runtime_dir, given.name)
+
+    try:
+        wait(find, allowed=allow_list(given), deadline=Deadline.after(given.timeout))
+    except WeightCacheError as error:
+        print(one_line(f"weightcached wait: {error}"), file=sys.stderr)
+        return 1 if isinstance(error, DaemonNotReady) else 2
+    return 0

@@ -1,0 +1,31 @@
+"""What the daemon's tests share: a checkpoint whose receipts prove something, and a runtime directory with a short
+path.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import tiny_llama
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that has been lying there for two seconds, so that equal receipts prove equal content."""
+    directory = tiny_llama(tmp_path_factory.mktemp("model"))
+    with open_weights(weight_files(directory)) as weights:
+        receipts = take_receipts(weights)
+    # What is waited for is the clock: only time makes a receipt old.
+    time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
+    return directory
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """A directory for sockets, not made yet. (pytest's own paths are too long for a socket.)"""
+    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name:
+        yield Path(name) / "run"

@@ -1,0 +1,277 @@
+"""The claim on a place, with real files, locks and sockets: one holder, no file that is not ours touched, never
+absent.
+"""
+
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.unprivileged import ROOT
+from weightcached.daemon.claim import Claim, take
+from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place
+
+NOBODY_ELSE = AllowList()
+
+
+@pytest.fixture
+def place(runtime_dir: Path) -> Place:
+    return Place(runtime_dir, "default", "host-tp0of1")
+
+
+def claim_and_listen(place: Place) -> tuple[Claim, socket.socket]:
+    claim = take(place, NOBODY_ELSE)
+    return claim, claim.listen(mode=0o600)
+
+
+def test_directories_are_made_for_others_to_enter_whatever_the_umask(place: Place) -> None:
+    umask = os.umask(0o077)
+    try:
+        take(place, NOBODY_ELSE).release()
+    finally:
+        os.umask(umask)
+    for directory in (place.runtime_dir, place.directory):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+
+
+def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
+    place.runtime_dir.mkdir(mode=0o777)
+    place.runtime_dir.chmod(0o777)
+    with pytest.raises(UntrustedDaemon):
+        take(place, NOBODY_ELSE)
+    assert list(place.runtime_dir.iterdir()) == []
+
+
+def test_the_second_claim_names_the_first_and_changes_nothing(place: Place) -> None:
+    claim, listener = claim_and_listen(place)
+    before = place.socket_path.stat()
+    with pytest.raises(PlaceTaken, match=f"pid {os.getpid()}"):
+        take(place, NOBODY_ELSE)
+    assert os.path.samestat(before, place.socket_path.stat())
+    listener.close()
+    claim.release()
+    take(place, NOBODY_ELSE).release()
+
+
+def test_the_lock_file_stays(place: Place) -> None:
+    claim, listener = claim_and_listen(place)
+    before = place.lock_path.stat()
+    listener.close()
+    assert claim.unlink()
+    claim.release()
+    assert os.path.samestat(before, place.lock_path.stat())
+    assert not place.socket_path.exists()
+
+
+def test_nobody_else_can_open_the_lock(place: Place) -> None:
+    take(place, NOBODY_ELSE).release()
+    assert stat.S_IMODE(place.lock_path.stat().st_mode) == 0o600
+
+
+def test_a_lock_file_replaced_while_we_lock_it_is_not_ours(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between open and flock somebody puts another file there: the lock on the old one protects nothing."""
+    import fcntl
+
+    take(place, NOBODY_ELSE).release()
+    old = place.lock_path.stat()
+    flock = fcntl.flock
+    replaced = []
+
+    def flock_after_replacing(fd: int, operation: int) -> None:
+        if not replaced:
+            aside = place.lock_path.with_suffix(".aside")
+            aside.touch(mode=0o600)
+            os.rename(aside, place.lock_path)
+            replaced.append(fd)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_replacing)
+    claim = take(place, NOBODY_ELSE)
+    try:
+        assert replaced
+        assert not os.path.samestat(old, place.lock_path.stat())
+        with pytest.raises(PlaceTaken):  # what is locked is what is there now
+            take(place, NOBODY_ELSE)
+    finally:
+        claim.release()
+
+
+def test_a_living_daemon_whose_lock_file_was_removed_is_not_replaced(place: Place) -> None:
+    claim, listener = claim_and_listen(place)
+    before = place.socket_path.stat()
+    place.lock_path.unlink()
+    second = take(place, NOBODY_ELSE)
+    try:
+        with pytest.raises(PlaceTaken, match=f"pid {os.getpid()}"):
+            second.listen(mode=0o600)
+        assert os.path.samestat(before, place.socket_path.stat())
+    finally:
+        second.release()
+        listener.close()
+        claim.release()
+
+
+def test_a_successors_socket_is_not_unlinked(place: Place) -> None:
+    first, listener = claim_and_listen(place)
+    listener.close()  # its process is on its way out, but has not cleaned up
+    first.release()
+    second, successor = claim_and_listen(place)
+    assert not first.unlink()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place.socket_path))
+    successor.close()
+    second.release()
+
+
+def test_a_file_that_is_not_a_socket_is_left_alone(place: Place) -> None:
+    claim = take(place, NOBODY_ELSE)
+    place.socket_path.write_text("somebody's notes")
+    with pytest.raises(InvalidPlace, match="not a socket"):
+        claim.listen(mode=0o600)
+    assert place.socket_path.read_text() == "somebody's notes"
+    claim.release()
+
+
+def test_a_socket_left_half_bound_is_cleared_by_the_next_holder(place: Place) -> None:
+    take(place, NOBODY_ELSE).release()
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(place.binding_path))
+    left.close()
+    claim, listener = claim_and_listen(place)
+    assert not place.binding_path.exists()
+    listener.close()
+    claim.release()
+
+
+def test_the_socket_has_its_mode_from_the_start(place: Place) -> None:
+    claim = take(place, NOBODY_ELSE)
+    listener = claim.listen(mode=0o640)
+    assert stat.S_IMODE(place.socket_path.stat().st_mode) == 0o640
+    listener.close()
+    claim.release()
+
+
+RESTARTS = 1000
+RESTARTING = f"""
+import sys
+from pathlib import Path
+from weightcached.daemon.claim import take
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place
+place = Place(Path(sys.argv[1]), "default", "host-tp0of1")
+for number in range({RESTARTS}):
+    claim = take(place, AllowList())
+    listener = claim.listen(mode=0o600)
+    if number == 0:
+        print("up", flush=True)
+        sys.stdin.readline()
+    listener.close()  # as a killed daemon leaves it: the path stays, the lock is the kernel's to release
+    claim.release()
+print("done", flush=True)
+"""
+
+
+def test_a_thousand_restarts_never_leave_the_path_absent(place: Place) -> None:
+    """A client in a tight loop: refused and reset are what a dead daemon looks like, absent would mean "load from
+    disk".
+    """
+    command = [sys.executable, "-c", RESTARTING, str(place.runtime_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as restarting:
+        assert restarting.stdin is not None
+        assert restarting.stdout is not None
+        assert restarting.stdout.readline() == "up\n"
+        restarting.stdin.write("go\n")
+        restarting.stdin.flush()
+        outcomes = {"connected": 0, "refused": 0}
+        inodes = set()
+        while not select.select([restarting.stdout], [], [], 0)[0]:
+            with socket.socket(socket.AF_UNIX) as client:
+                try:
+                    client.connect(str(place.socket_path))  # FileNotFoundError fails the test
+                    outcomes["connected"] += 1
+                except ConnectionRefusedError:
+                    outcomes["refused"] += 1
+            inodes.add(os.lstat(place.socket_path).st_ino)
+        assert restarting.stdout.readline() == "done\n"
+    assert restarting.returncode == 0
+    assert outcomes["connected"] > 100, outcomes
+    assert len(inodes) > 1, "the loop saw only one daemon"
+
+
+def test_of_two_daemons_racing_for_a_place_one_wins(place: Place) -> None:
+    """Processes that all start at once, many times over: exactly one holds the place, the others name it."""
+    racer = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from weightcached.daemon.claim import take\n"
+        "from weightcached.protocol.errors import PlaceTaken\n"
+        "from weightcached.protocol.peers import AllowList\n"
+        "from weightcached.protocol.places import Place\n"
+        "place = Place(Path(sys.argv[1]), 'default', 'host-tp0of1')\n"
+        "print('here', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    claim = None\n"
+        "    try:\n"
+        "        claim = take(place, AllowList())\n"
+        "        listener = claim.listen(mode=0o600)\n"
+        "        print('won', flush=True)\n"
+        "    except PlaceTaken as error:\n"
+        "        print('lost', error.found, flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    if claim is not None:\n"
+        "        listener.close(); claim.unlink(); claim.release()\n"
+        "    print('over', flush=True)\n"
+    )
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", racer, str(place.runtime_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(3)
+    ]
+
+    def say(word: str) -> list[str]:
+        for one in racers:
+            one.stdin.write(f"{word}\n")  # type: ignore[union-attr]
+            one.stdin.flush()  # type: ignore[union-attr]
+        return [one.stdout.readline().strip() for one in racers]  # type: ignore[union-attr]
+
+    try:
+        assert [one.stdout.readline() for one in racers] == ["here\n"] * 3  # type: ignore[union-attr]
+        for _ in range(50):
+            answers = say("go")
+            winners = [one.pid for one, answer in zip(racers, answers, strict=True) if answer == "won"]
+            assert len(winners) == 1, answers
+            # A loser may look before the winner has written its name; then it says so.
+            assert set(answers) <= {
+                "won",
+                f"lost pid {winners[0]}, place default/host-tp0of1",
+                "lost a daemon that has only just taken it",
+            }
+            assert say("end") == ["over"] * 3
+    finally:
+        for one in racers:
+            one.kill()
+            one.communicate()
+
+
+def test_missing_parents_are_made(runtime_dir: Path) -> None:
+    place = Place(runtime_dir / "a" / "b", "default", "host-tp0of1")
+    take(place, NOBODY_ELSE).release()
+    assert stat.S_IMODE((runtime_dir / "a").stat().st_mode) == 0o755
+
+
+def test_a_parent_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidPlace, match="choose another --runtime-dir"):
+        take(Place(tmp_path / "file" / "run", "d", "host-tp0of1"), NOBODY_ELSE)
