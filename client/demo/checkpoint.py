@@ -49,7 +49,7 @@ class DemoCheckpoint:
 def make_checkpoint(directory: Path, *, nbytes: int) -> DemoCheckpoint:
     """Writes a checkpoint of about ``nbytes`` into ``directory`` (made), and waits until it is on the disk."""
     directory.mkdir(parents=True)
-    vocabulary = _write_tokenizer(directory)
+    vocabulary = write_tokenizer(directory)
     config = _config(nbytes, vocabulary)
     shapes = _shapes(config)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -65,7 +65,7 @@ def make_checkpoint(directory: Path, *, nbytes: int) -> DemoCheckpoint:
     )
 
 
-def _write_tokenizer(directory: Path) -> int:
+def write_tokenizer(directory: Path) -> int:
     """Byte-level BPE: every text has tokens. Returns the size of its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -143,7 +143,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _write_weights(directory: Path, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Deals the tensors, in order, over files of about FILE_BYTES; writes them and the index. Returns the file names."""
+    """Deals the tensors, in order, over files of about FILE_BYTES; writes these and the index. Returns file names."""
     sizes = {name: 2 * _count(shape) for name, shape in shapes.items()}
     total = sum(sizes.values())
     number = max(FILES_MIN, -(-total // FILE_BYTES))
@@ -172,7 +172,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _write_file(path: Path, names: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """One safetensors file: length of the header, header, bytes. NumPy has no bfloat16, so the format is written here."""
+    """One safetensors file: length of the header, header, bytes. NumPy has no bfloat16, so it is written by hand."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:

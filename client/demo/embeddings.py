@@ -48,7 +48,7 @@ def model_directory() -> Path | None:
 
 
 def tell(workshop: Workshop, directory: Path) -> EmbeddingStory:
-    """Runs one engine from disk and one from a daemon, side by side; all are ended when it returns. Raises StepFailed."""
+    """Runs an engine from disk and one from a daemon side by side; all are ended when it returns. Raises StepFailed."""
     daemon = workshop.weightcached("minilm-daemon", "serve", "--model", str(directory), "--name", NAME)
     words = ["engine", "--model", str(directory), "--name", NAME, "--port", "0", "--json", "--weight-cache-mode"]
     disk = workshop.weightcached("minilm-engine-off", *words, "off")

@@ -53,6 +53,14 @@ class Workshop:
         self._children.append(child)
         return child
 
+    def wait_ready(self, daemon: Child, name: str, *, tp_size: int = 1, tp_rank: int = 0) -> None:
+        """Returns once `weightcached wait` says so. Raises StepFailed when it does not, or ``daemon`` ends before."""
+        words = ["--name", name, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank)]
+        waiter = self.weightcached("wait", "wait", "--timeout", str(START_TIMEOUT_S), *words)
+        if _first_to_end(daemon, waiter) is daemon:
+            raise daemon.failed("ended before it was ready")
+        waiter.finish()
+
     def __enter__(self) -> Workshop:
         return self
 
@@ -61,6 +69,17 @@ class Workshop:
     ) -> None:
         while self._children:
             self._children.pop().stop()
+
+
+def _first_to_end(*children: Child) -> Child:
+    """Blocks until one of the children has ended."""
+    pidfds = {os.pidfd_open(child.pid): child for child in children}
+    try:
+        ended, _, _ = select.select(list(pidfds), [], [])
+        return pidfds[ended[0]]
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 class Child:

@@ -102,7 +102,7 @@ def try_next(command: str, model: Path | None, kept: Path | None) -> str:
         quoted = shlex.quote(str(model))
         lines += [
             f"  {command} serve --model {quoted} &",
-            f"  {command} wait --wait-for-daemon 10 --timeout 60",
+            f"  {command} wait --tp-size 1 --timeout 60",
             f'  {command} engine --model {quoted} --weight-cache-mode require --prompt "hello"',
             f"  {command} status",
             "  kill %1",

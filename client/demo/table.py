@@ -1,4 +1,4 @@
-"""Owns how the demo's measurements are laid out: groups of rows with right-aligned numbers, plain text for any log. Pure."""
+"""Owns how the demo's measurements are laid out: groups of rows, right-aligned, as plain text for any log. Pure."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Recipe:
     @property
     def dtype(self) -> torch.dtype | None:
         """What ``config.json`` says its floating-point parameters are; ``None`` where it does not."""
-        return self.config.dtype
+        dtype: torch.dtype | None = self.config.dtype
+        return dtype
 
 
 def import_transformers() -> None:
