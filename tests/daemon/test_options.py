@@ -1,0 +1,77 @@
+"""Options of `serve`: valid ones become a place and values, the others are refused by name before anything is started."""
+
+from pathlib import Path
+
+import pytest
+
+from weightcached.daemon.options import USAGE_EXIT, parse_serve
+from weightcached.protocol.errors import InvalidOption, InvalidPlace
+from weightcached.protocol.peers import AllowList
+
+MODEL = ["--model", "/somewhere", "--runtime-dir", "/run/w"]
+
+
+def test_defaults() -> None:
+    options = parse_serve(MODEL)
+    assert (options.tp_size, options.tp_rank, options.layout) == (1, 0, "hf")
+    assert (options.dtype, options.quantization) == ("auto", "none")
+    assert options.place.socket_path == Path("/run/w/default/host-tp0of1.sock")
+    assert options.allowed == AllowList(frozenset(), frozenset())
+
+
+def test_everything() -> None:
+    options = parse_serve(
+        [*MODEL, "--tp-size", "4", "--tp-rank", "3", "--layout", "fused", "--dtype", "float16", "--quantization", "fp8"]
+        + ["--name", "blue", "--allow-uid", "7", "--allow-uid", "8", "--allow-gid", "9", "--trust-filesystem", "fuse"]
+        + ["--drain-timeout", "1.5", "--exchange-timeout", "2", "--cache-dir", "/c", "--log-format", "json"]
+    )
+    assert options.place.socket_path == Path("/run/w/blue/host-tp3of4.sock")
+    assert options.allowed == AllowList(frozenset({7, 8}), frozenset({9}))
+    assert options.trusted_filesystems == ("fuse",)
+    assert (options.drain_timeout_s, options.exchange_timeout_s, options.cache_dir) == (1.5, 2.0, Path("/c"))
+
+
+def test_a_rank_is_never_guessed() -> None:
+    with pytest.raises(InvalidOption, match="--tp-rank is required"):
+        parse_serve([*MODEL, "--tp-size", "2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--tp-size", "2", "--tp-rank", "2"], InvalidOption),
+        (["--tp-rank", "-1"], InvalidOption),
+        (["--name", "../up"], InvalidOption),
+        (["--name", "x" * 200], InvalidPlace),
+        (["--runtime-dir", "relative"], InvalidOption),
+        (["--trust-filesystem", "nonsense"], InvalidOption),
+    ],
+)
+def test_values_that_cannot_be_used(arguments: list[str], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        parse_serve([*MODEL, *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [*MODEL, "--layout", "round"],
+        [*MODEL, "--tp-size", "0"],
+        [*MODEL, "--drain-timeout", "-1"],
+        [*MODEL, "--drain-timeout", "nan"],
+        [*MODEL, "--allow-uid", "-5"],
+        [*MODEL, "--tp", "2"],  # abbreviations are not guessed
+    ],
+)
+def test_bad_usage_exits_with_its_own_code(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        parse_serve(arguments)
+    assert exited.value.code == USAGE_EXIT
+    assert "weightcached serve:" in capsys.readouterr().err
+
+
+def test_the_variable_of_the_runtime_directory_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", "/elsewhere")
+    assert parse_serve(["--model", "m"]).place.runtime_dir == Path("/elsewhere")
+    assert parse_serve(MODEL).place.runtime_dir == Path("/run/w")

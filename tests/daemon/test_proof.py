@@ -1,0 +1,140 @@
+"""The proof table: what receipts, digests and `want` lead to, for every combination that differs in its outcome."""
+
+import dataclasses
+
+import pytest
+
+from weightcached.daemon.generation import CheckpointReceipts, Generation
+from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, ProvenReceipts, prove
+from weightcached.protocol.config import CacheConfig, Parallel, Provenance
+from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.messages import AccountingCounts, Hello
+
+OURS, THEIRS = "a" * 64, "b" * 64
+DIGEST, OTHER = "1" * 64, "2" * 64
+
+
+def generation(*, digest: str | None = None, trusted: bool = True) -> Generation:
+    config = CacheConfig(
+        architecture="X", layout="hf", layout_revision=1, parallel=Parallel(tp_size=1, tp_rank=0), model={}
+    )
+    return Generation(
+        id="0" * 32,
+        config=config,
+        memory=OwnedFds(),
+        manifest_nbytes=0,
+        manifest_sha256="0" * 64,
+        segments_nbytes=(),
+        resident_nbytes=0,
+        bytes_read=0,
+        accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),
+        receipts=CheckpointReceipts(OURS, trusted=trusted, rule="ext4 is trusted" if trusted else "fuse is not"),
+        digest=digest,
+        provenance=Provenance(path="/model", host="h"),
+        seconds={},
+    )
+
+
+def hello(
+    *, receipts: str | None = None, trusted: bool = True, digest: str | None = None, want: str = "checkpoint"
+) -> Hello:
+    return Hello(
+        client_version="1",
+        name="t",
+        pid=1,
+        config={},
+        fingerprint="0" * 64,
+        receipts=receipts,
+        receipts_trusted=trusted,
+        digest=digest,
+        want=want,
+        wait_s=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "kind"),
+    [
+        # equal receipts prove it, where both sides trust them
+        (hello(receipts=OURS), generation(), Granted),
+        (hello(receipts=OURS), generation(digest=DIGEST), Granted),
+        (hello(receipts=OURS, trusted=False), generation(digest=DIGEST), NotProven),
+        (hello(receipts=OURS), generation(digest=DIGEST, trusted=False), NotProven),
+        (hello(receipts=THEIRS), generation(digest=DIGEST), NotProven),
+        # a digest decides, whatever the receipts say
+        (hello(receipts=THEIRS, digest=DIGEST), generation(digest=DIGEST), Granted),
+        (hello(receipts=THEIRS, trusted=False, digest=DIGEST), generation(digest=DIGEST, trusted=False), Granted),
+        (hello(digest=DIGEST), generation(digest=DIGEST), Granted),
+        (hello(receipts=OURS, digest=OTHER), generation(digest=DIGEST), Denied),
+        (hello(digest=OTHER), generation(digest=DIGEST), Denied),
+        # while ours is not known, equal receipts still do, and everything else waits for it
+        (hello(receipts=OURS, digest=DIGEST), generation(), Granted),
+        (hello(receipts=THEIRS, digest=DIGEST), generation(), NeedsOurDigest),
+        (hello(receipts=OURS, digest=DIGEST), generation(trusted=False), NeedsOurDigest),
+        (hello(digest=DIGEST), generation(), NeedsOurDigest),
+        # nothing to prove it with
+        (hello(), generation(digest=DIGEST), Denied),
+        # whatever is current
+        (hello(want="current"), generation(), Granted),
+        (hello(want="current", receipts=THEIRS, digest=OTHER), generation(digest=DIGEST), Granted),
+    ],
+)
+def test_the_table(asked: Hello, held: Generation, kind: type) -> None:
+    assert type(prove(asked, held, ProvenReceipts())) is kind
+
+
+def test_the_two_ways_to_be_denied() -> None:
+    differ = prove(hello(digest=OTHER), generation(digest=DIGEST), ProvenReceipts())
+    assert isinstance(differ, Denied)
+    assert isinstance(differ.error, CheckpointMismatch)
+    nothing = prove(hello(), generation(digest=DIGEST), ProvenReceipts())
+    assert isinstance(nothing, Denied)
+    assert isinstance(nothing.error, CheckpointUnproven)
+
+
+def test_a_version_is_the_one_by_digest_or_the_one_that_stood_in() -> None:
+    known, unknown = generation(digest=DIGEST), generation()
+    for want in (known.version, known.receipts_version):
+        assert isinstance(prove(hello(want=want), known, ProvenReceipts()), Granted)
+    assert unknown.version == unknown.receipts_version == known.receipts_version != known.version
+    assert isinstance(prove(hello(want=known.version), unknown, ProvenReceipts()), NeedsOurDigest)
+    other = prove(hello(want="digest:ff"), known, ProvenReceipts())
+    assert isinstance(other, Denied)
+    assert isinstance(other.error, CheckpointMismatch)
+    assert other.error.found == known.version
+
+
+def test_foreign_receipts_are_remembered_once_a_digest_proved_them() -> None:
+    proven = ProvenReceipts()
+    held = generation(digest=DIGEST, trusted=False)
+    assert isinstance(prove(hello(receipts=THEIRS), held, proven), NotProven)
+    assert isinstance(prove(hello(receipts=THEIRS, digest=DIGEST), held, proven), Granted)
+    assert isinstance(prove(hello(receipts=THEIRS), held, proven), Granted)
+    assert isinstance(prove(hello(receipts=THEIRS, trusted=False), held, proven), NotProven)
+
+
+def test_receipts_that_nobody_trusts_or_that_mismatched_are_not_remembered() -> None:
+    proven = ProvenReceipts()
+    held = generation(digest=DIGEST)
+    prove(hello(receipts=THEIRS, trusted=False, digest=DIGEST), held, proven)
+    prove(hello(receipts=THEIRS, digest=OTHER), held, proven)
+    assert isinstance(prove(hello(receipts=THEIRS), held, proven), NotProven)
+
+
+def test_the_oldest_proven_receipts_are_forgotten_first() -> None:
+    proven = ProvenReceipts(at_most=2)
+    for name in ("first", "second", "first", "third"):
+        proven.remember(name)
+    assert "second" not in proven
+    assert "first" in proven
+    assert "third" in proven
+
+
+def test_a_digest_that_becomes_known_changes_the_version_and_nothing_else() -> None:
+    before = generation()
+    after = before.with_digest(DIGEST)
+    assert dataclasses.replace(after, digest=None) == before
+    assert after.memory is before.memory
+    assert after.version.startswith("digest:")
+    assert before.version.startswith("receipts:")
