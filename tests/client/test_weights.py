@@ -1,0 +1,194 @@
+"""A weight set over an honest grant: names, views, aliases, lifetimes, private writes, digests."""
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.client.conftest import RECEIPTS, TENSORS
+from tests.support.resources import memfd_mappings
+from weightcached.client import WeightSet
+from weightcached.client.transfer import map_segments
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.errors import TransferError
+from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting, Row, encode_manifest
+from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant, sealed_memory
+
+Open = Callable[[HonestGrant], WeightSet]
+
+
+@pytest.fixture
+def opened() -> Open:
+    """A weight set over a grant's memory, without a daemon."""
+
+    def run(grant: HonestGrant) -> WeightSet:
+        return WeightSet(
+            Manifest.decode(grant.manifest),
+            map_segments([grant.fds[1]], [len(grant.segment)]),
+            source="disk",
+            version=grant.message.version,
+            receipts_version=grant.message.receipts_version,
+            lease=None,
+        )
+
+    return run
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
+
+
+def test_every_tensor_has_its_name_form_and_bytes(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        assert list(weights) == [*TENSORS, "lm_head.weight"]
+        assert len(weights) == len(TENSORS) + 1
+        for name, wanted in TENSORS.items():
+            tensor = weights[name]
+            assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{wanted.dtype}", wanted.shape)
+            assert raw(tensor) == wanted.data
+            assert not tensor.requires_grad
+        assert weights.resident_bytes == len(grant.segment)
+        assert weights.accounting.loaded == tuple(weights)
+        assert weights.generation == grant.message.generation
+        weights.verify()
+
+
+def test_asking_twice_or_by_a_tied_name_gives_the_same_object(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        assert weights["scale"] is weights["scale"]
+        assert weights["lm_head.weight"] is weights["model.norm.weight"]
+        assert "scale" in weights
+        assert "nothing" not in weights
+        with pytest.raises(KeyError):
+            weights["nothing"]
+
+
+def test_ten_threads_that_ask_for_the_same_names_get_the_same_objects(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        barrier, seen = threading.Barrier(10), []
+
+        def ask() -> None:
+            barrier.wait()
+            seen.append([id(weights[name]) for name in weights])
+
+        threads = [threading.Thread(target=ask) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(seen) == 10
+        assert all(ids == seen[0] for ids in seen)
+
+
+def test_tensors_outlive_the_set_and_the_memory_goes_with_the_last_one(grant: HonestGrant, opened: Open) -> None:
+    before = len(memfd_mappings())
+    weights = opened(grant)
+    kept = weights["codes"][1:]
+    weights.close()
+    weights.close()
+    del weights
+    gc.collect()
+    assert raw(kept) == TENSORS["codes"].data[5:]
+    assert len(memfd_mappings()) == before + 1
+    del kept
+    gc.collect()
+    assert len(memfd_mappings()) == before
+
+
+def test_a_closed_set_says_so(grant: HonestGrant, opened: Open) -> None:
+    weights = opened(grant)
+    weights.close()
+    with pytest.raises(ValueError, match="closed"):
+        weights["codes"]
+    assert "codes" in weights  # the names are known for ever
+
+
+def test_a_write_stays_with_the_writer(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as one, opened(grant) as other:
+        one["codes"].view(torch.uint8).fill_(7)
+        assert raw(one["codes"]) == bytes([7] * 15)
+        assert raw(other["codes"]) == TENSORS["codes"].data
+        other.verify()
+        with pytest.raises(TransferError, match="codes"):
+            one.verify()
+
+
+def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None:
+    """A transposed matrix, an expanded row, and a segment whose size is no multiple of any dtype's."""
+    values = torch.arange(12, dtype=torch.float32).numpy().tobytes()
+    data = values + bytes(512 - len(values)) + b"\1\2\3"
+    rows = [
+        _row("transposed", 0, 48, (4, 3), (1, 4), "float32"),
+        _row("expanded", 0, 16, (5, 4), (0, 1), "float32"),
+        _row("tail", 512, 3, (3,), (1,), "uint8"),
+        _row("hollow", 512, 0, (2, 0), (1, 1), "float64"),
+    ]
+    with _weights(rows, data, config) as weights:
+        matrix = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+        assert weights["transposed"].stride() == (1, 4)
+        assert torch.equal(weights["transposed"], matrix.T)
+        assert torch.equal(weights["expanded"], matrix[0].expand(5, 4))
+        assert weights["tail"].tolist() == [1, 2, 3]
+        assert weights["hollow"].shape == (2, 0)
+
+
+def test_a_segment_without_a_byte(config: CacheConfig) -> None:
+    rows = [_row("hollow", 0, 0, (0, 4), (4, 1), "bfloat16")]
+    with _weights(rows, b"", config) as weights:
+        assert weights["hollow"].shape == (0, 4)
+        assert weights.resident_bytes == 0
+
+
+@pytest.mark.parametrize("count", [1000])
+def test_making_a_thousand_tensors_costs_milliseconds(count: int, config: CacheConfig, opened: Open) -> None:
+    """A loose bound, for a regression by an order of magnitude; `make bench` measures."""
+    import time
+
+    tensors = {f"model.layers.{number}.weight": TensorBytes("bfloat16", (4, 4), bytes(32)) for number in range(count)}
+    with honest_grant(tensors, config=config, receipts=RECEIPTS) as grant:
+        seconds = []
+        for _ in range(5):
+            with opened(grant) as weights:
+                started = time.perf_counter()
+                assert len([weights[name] for name in weights]) == count
+                seconds.append(time.perf_counter() - started)
+        assert min(seconds) < 0.05
+
+
+def _row(name: str, offset: int, nbytes: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> Row:
+    return Row(
+        name=name,
+        segment=0,
+        offset=offset,
+        nbytes=nbytes,
+        shape=shape,
+        stride=stride,
+        dtype=dtype,
+        digest=bytes(16),
+    )
+
+
+def _weights(rows: list[Row], data: bytes, config: CacheConfig) -> WeightSet:
+    import os
+
+    meta = ManifestMeta(
+        generation="0" * 32,
+        version="v",
+        receipts_version="r",
+        fingerprint=config.fingerprint,
+        config=config.model_dump(),
+        digest=None,
+        segments_nbytes=(len(data),),
+        bytes_read=0,
+        bytes_kept=0,
+        seconds={},
+    )
+    manifest = Manifest.decode(encode_manifest(meta, rows, NameAccounting()))
+    fd = sealed_memory(data)
+    try:
+        segments = map_segments([fd], [len(data)])
+    finally:
+        os.close(fd)
+    return WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
