@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from weightcached.protocol.framing import Frame, FrameReceiver, FrameSender, encode_frame
 from weightcached.protocol.messages import Dialect, Message
 
+_CLOSED_HERE = "the connection was closed here"
+
 
 class AsyncChannel:
     """Owns ``connection``. One task may receive while another sends; no two may do the same thing at once.
@@ -33,6 +35,7 @@ class AsyncChannel:
         """Send one frame; ``fds`` stay the caller's. Raises PeerClosed, or ConnectionError when closed here."""
         sender = FrameSender(encode_frame(self._outgoing, message, fd_count=len(fds)), tuple(fds))
         while True:
+            self._require_open()
             try:
                 if sender.step(self.connection):
                     return
@@ -46,6 +49,7 @@ class AsyncChannel:
     async def receive(self) -> Frame:
         """Receive one frame. Raises PeerClosed, ProtocolError, TransferError, or ConnectionError when closed here."""
         while True:
+            self._require_open()
             try:
                 frame = self._receiver.step(self.connection)
             except BlockingIOError:
@@ -60,11 +64,10 @@ class AsyncChannel:
                 return frame
 
     async def _ready(self, *, writing: bool) -> None:
+        self._require_open()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
         fd = self.connection.fileno()
-        if fd < 0:
-            raise ConnectionError("the connection was closed here")
 
         def wake() -> None:
             if not ready.done():
@@ -72,7 +75,7 @@ class AsyncChannel:
 
         def fail() -> None:
             if not ready.done():
-                ready.set_exception(ConnectionError("the connection was closed here"))
+                ready.set_exception(ConnectionError(_CLOSED_HERE))
 
         (loop.add_writer if writing else loop.add_reader)(fd, wake)
         self._waits.append(fail)
@@ -82,8 +85,11 @@ class AsyncChannel:
             self._waits.remove(fail)
             if self.connection.fileno() >= 0:
                 (loop.remove_writer if writing else loop.remove_reader)(fd)
-        if self.connection.fileno() < 0:  # closed after it became ready, before this task ran again
-            raise ConnectionError("the connection was closed here")
+
+    def _require_open(self) -> None:
+        """It may be closed at any wait, and also after it became ready and before the task that waited runs again."""
+        if self.connection.fileno() < 0:
+            raise ConnectionError(_CLOSED_HERE)
 
     def close(self) -> None:
         """Close the connection; whoever waits on it gets a ConnectionError. Safe to call twice."""
