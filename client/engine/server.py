@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -78,8 +79,9 @@ class EngineServer:
 
     def stop(self, *, timeout_s: float) -> bool:
         """Takes no new request, lets those under way finish within ``timeout_s``, closes. Whether all of them did."""
-        self._http.shutdown()
-        self._thread.join()
+        if self._thread.ident is not None:  # else nobody serves, and `shutdown` would wait for somebody to stop
+            self._http.shutdown()
+            self._thread.join()
         finished = self._http.wait_idle(timeout_s)
         self._http.server_close()
         return finished
@@ -96,6 +98,11 @@ class _Server(ThreadingHTTPServer):
         self._idle = threading.Condition()
         self._under_way = 0
         super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's look-up of our own name, which takes seconds where a resolver does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def begin(self) -> None:
         with self._idle:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """Answers with one module. Owns ``weights`` (``None`` where Transformers loaded them) until :meth:`close`."""
+    """Answers with one module. ``weights`` (``None`` where Transformers loaded them) are only asked about."""
 
     def __init__(self, recipe: Recipe, module: Any, weights: WeightSet | None, *, mode: str) -> None:
         self.kind = recipe.kind
@@ -96,8 +96,3 @@ class Service:
         """
         lease = None if self._weights is None else self._weights.lease
         return None if lease is None else {"state": lease.state, "reason": lease.reason}
-
-    def close(self) -> None:
-        """Gives the lease back. The module keeps what it mapped."""
-        if self._weights is not None:
-            self._weights.close()
