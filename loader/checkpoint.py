@@ -8,7 +8,7 @@ only, never weights. Which files count is `protocol/content.py`'s to say; what o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,14 @@ from typing import Any
 from weightcached.loader.headers import PREFIX_BYTES, FileHeader, header_nbytes, parse_header, shown
 from weightcached.loader.planned import TensorHeader
 from weightcached.protocol.config import read_model_config
-from weightcached.protocol.content import OpenWeights, WeightFiles, open_weights, weight_files
+from weightcached.protocol.content import (
+    OpenWeights,
+    Receipts,
+    WeightFiles,
+    open_weights,
+    take_receipts,
+    weight_files,
+)
 from weightcached.protocol.errors import (
     CheckpointError,
     DuplicateTensor,
@@ -40,6 +47,8 @@ class Checkpoint:
     """``config.json``."""
     files: OpenWeights
     """File name → open descriptor, of every weight file and the index; owned."""
+    receipts: Receipts
+    """Of ``files``, taken before the first header was read: whoever reads weights compares with them afterwards."""
     metadata: Mapping[str, Mapping[str, str]]
     """File name → the ``__metadata__`` of its header."""
     ignored_files: Mapping[str, str]
@@ -58,10 +67,11 @@ class Checkpoint:
         self.files.close()
 
 
-def open_checkpoint(model_dir: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(model_dir: str | os.PathLike[str], *, also_trusted: Collection[str] = ()) -> Checkpoint:
     """Open the checkpoint in ``model_dir`` and check it whole, weights aside. The caller closes what it gets.
 
-    Blocks for the directory, ``config.json``, the index and the headers. Raises ModelConfigError or another
+    ``also_trusted`` names file systems, as for ``take_receipts``. Blocks for the directory, ``config.json``, the index
+    and the headers, and while files that were just written are written back. Raises ModelConfigError or another
     CheckpointError that names file and tensor; then nothing stays open.
     """
     directory = Path(model_dir)
@@ -69,6 +79,7 @@ def open_checkpoint(model_dir: str | os.PathLike[str]) -> Checkpoint:
     chosen = weight_files(directory)
     files = open_weights(chosen)
     try:
+        receipts = take_receipts(files, also_trusted=also_trusted)
         headers = {name: _read_header(name, files[name]) for name in chosen.names}
         tensors = _merged(headers)
         _require_index_agrees(chosen, tensors)
@@ -76,7 +87,7 @@ def open_checkpoint(model_dir: str | os.PathLike[str]) -> Checkpoint:
         files.close()
         raise
     metadata = {name: header.metadata for name, header in headers.items()}
-    return Checkpoint(directory, tensors, config, files, metadata, chosen.ignored)
+    return Checkpoint(directory, tensors, config, files, receipts, metadata, chosen.ignored)
 
 
 def _read_header(name: str, fd: int) -> FileHeader:

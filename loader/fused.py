@@ -18,6 +18,9 @@ from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
 
+LAYERS_BELIEVED = 10_000
+"""More layers than this are believed only where there are as many tensors."""
+
 
 def fused_parameters(
     tensors: Mapping[str, TensorHeader], config: CacheConfig
@@ -55,9 +58,9 @@ def _architecture(config: CacheConfig) -> Architecture:
 
 
 def _require_possible_depth(architecture: Architecture, model: ModelShape, tensors: Mapping[str, TensorHeader]) -> None:
-    """Refuse an absurd number of layers before a list is made of them."""
+    """Refuse an absurd number of layers before a list is made of them; a wrong one is found by name, later."""
     for block in architecture.blocks():
-        if model.size(block.count) > len(tensors):
+        if model.size(block.count) > max(len(tensors), LAYERS_BELIEVED):
             raise MissingTensor(
                 f"config.json says {model.size(block.count)} layers, the files have {len(tensors)} tensors in all",
                 next_step="see that config.json and the weights belong to one model",

@@ -1,0 +1,80 @@
+"""A guard: a layout's rules cannot change without its revision, or old and new shards would pass for the same.
+
+Pinned here, for each revision of each layout, is one digest over plans of fixed models: names, shapes, dtypes, places, and
+every box. If this fails, either the change was not meant, or the revision has to go up with it.
+"""
+
+import hashlib
+import json
+
+import pytest
+
+from tests.support.checkpoints import tiny_config
+from tests.support.plans import plan
+from weightcached.loader.boxes import Box
+from weightcached.loader.layout import Placed, place
+from weightcached.loader.plan import Cast, PlannedParameter, QuantizeFp8
+from weightcached.protocol.config import LAYOUT_REVISIONS
+
+PINNED = {
+    ("hf", 1): "8d52223dbc1ea59e040b19007a6cb8b4c16f6f3a22a0707e5e8efd5e900f9f3b",
+    ("fused", 1): "f21030d58d04cab5a538c9a5348dcc266a71ab017fb527e1ec2debb02e92725e",
+}
+
+MODELS = {
+    "llama": tiny_config(),
+    "llama with everything": tiny_config(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, vocab_size=300),
+    "mistral": tiny_config(architecture="MistralForCausalLM", num_key_value_heads=4),
+    "qwen2": tiny_config(architecture="Qwen2ForCausalLM", num_key_value_heads=1),
+    "qwen3": tiny_config(architecture="Qwen3ForCausalLM", head_dim=6, vocab_size=64),
+}
+OPTIONS = {
+    "hf": [{}, {"dtype": "float32"}],
+    "fused": [
+        {"tp_size": size, "tp_rank": rank, **more}
+        for size, rank in ((1, 0), (2, 1), (4, 2))
+        for more in ({}, {"dtype": "float16"}, {"quantization": "fp8"})
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUT_REVISIONS)
+def test_rules_change_only_with_their_revision(layout):
+    revision = LAYOUT_REVISIONS[layout]
+    described = [
+        [name, options, [describe(placed) for placed in place(plan(model, layout=layout, **options)).placed]]
+        for name, model in MODELS.items()
+        for options in OPTIONS[layout]
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    assert (layout, revision) in PINNED, f"pin revision {revision} of layout {layout!r} here: {digest}"
+    assert digest == PINNED[layout, revision], (
+        f"the rules of layout {layout!r} are not those of revision {revision} any more: raise "
+        f"LAYOUT_REVISIONS[{layout!r}] to {revision + 1} in protocol/config.py, and pin {digest} for it here"
+    )
+
+
+def describe(placed: Placed) -> list:
+    """What decides the bytes of one parameter, without anything that is only told to people."""
+    parameter = placed.parameter
+    return [
+        [placed.offset, placed.nbytes, parameter.name, parameter.shape, parameter.dtype, parameter.source_dtype],
+        [[copy.tensor.name, box(copy.source), box(copy.destination)] for copy in parameter.copies],
+        [box(zeros) for zeros in parameter.zeros],
+        transform(parameter),
+        [parameter.alias_of, parameter.produced_by, parameter.kind, parameter.persistent],
+    ]
+
+
+def box(value: Box) -> list:
+    return [value.start, value.shape]
+
+
+def transform(parameter: PlannedParameter) -> list:
+    match parameter.transform:
+        case None:
+            return []
+        case Cast(dtype):
+            return ["cast", dtype]
+        case QuantizeFp8(scale):
+            return ["fp8", scale]
