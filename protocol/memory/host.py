@@ -73,6 +73,8 @@ def verify(fd: int, *, nbytes: int, what: str) -> None:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise TransferError(f"{what} is not memory", expected="a memfd", found=stat.filemode(found.st_mode))
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
+        raise TransferError(f"{what} cannot be read through its descriptor", expected="one opened for reading")
     if found.st_size != nbytes:
         raise TransferError(f"{what} has another size than announced", expected=nbytes, found=found.st_size)
     try:

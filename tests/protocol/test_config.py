@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,7 +152,7 @@ def test_fields_that_no_loader_looks_at_are_not_in_the_key(model_dir: Path) -> N
 
 def test_a_loader_that_changes_its_own_config_cannot_change_the_key() -> None:
     """vLLM and SGLang pop keys of the quantization config while they load; the hash then never matches again."""
-    source = {"quantization_config": {"bits": 4, "groups": [1, 2]}}
+    source: dict[str, Any] = {"quantization_config": {"bits": 4, "groups": [1, 2]}}
     config = config_of(model=source)
     before = config.fingerprint
     source["quantization_config"].pop("bits")
@@ -167,7 +168,7 @@ def test_the_config_itself_refuses_changes() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.dtype = "float16"
     with pytest.raises(TypeError):
-        config.model["hidden_size"] = 1
+        config.model["hidden_size"] = 1  # type: ignore[index]  # what is tried
     with pytest.raises(TypeError):
         config.model["rope_scaling"]["factor"] = 1.0
     with pytest.raises(AttributeError):

@@ -34,6 +34,7 @@ from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
     Dialect,
+    DifferingField,
     Loading,
     Ping,
     Pong,
@@ -65,7 +66,8 @@ def send_raw(connection: socket.socket, data: bytes, fds: list[int] | None = Non
 def receive(connection: socket.socket, dialect: Dialect = REQUESTS_WITH_FDS) -> list[Frame]:
     """All frames that are there now. Raises what the receiver raises, and BlockingIOError when one is not whole."""
     connection.setblocking(False)
-    receiver, frames = FrameReceiver(dialect), []
+    receiver = FrameReceiver(dialect)
+    frames: list[Frame] = []
     try:
         while True:
             try:
@@ -182,9 +184,9 @@ def test_a_receiver_goes_on_after_a_frame(pipe_fds: list[int]) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Refused(code="x", message="m", fields=[{"name": "a", "present": True, "value": "v" * 2**20}]),
-        Refused(code="x", message="m", fields=[{"name": "a", "present": True, "value": 2**70}]),
-        Refused(code="x", message="m", fields=[{"name": "a", "present": True, "value": "\ud800"}]),
+        Refused(code="x", message="m", fields=(DifferingField(name="a", present=True, value="v" * 2**20),)),
+        Refused(code="x", message="m", fields=(DifferingField(name="a", present=True, value=2**70),)),
+        Refused(code="x", message="m", fields=(DifferingField(name="a", present=True, value="\ud800"),)),
     ],
     ids=["too large", "an integer over 64 bits", "text that is not Unicode"],
 )

@@ -304,6 +304,13 @@ def test_what_is_not_a_memfd_is_refused_and_named() -> None:
                     host.verify(fd, nbytes=NBYTES, what="segment 3")
 
 
-def test_a_descriptor_without_access_is_refused(sealed: int) -> None:
-    with OwnedFds([os.open(f"/proc/self/fd/{sealed}", os.O_PATH)]) as fds, pytest.raises(TransferError):
+@pytest.mark.parametrize("mode", [os.O_PATH, os.O_WRONLY])
+def test_a_descriptor_that_cannot_be_read_is_refused(sealed: int, mode: int) -> None:
+    with OwnedFds([os.open(f"/proc/self/fd/{sealed}", mode)]) as fds, pytest.raises(TransferError, match="read"):
+        host.verify(fds[0], nbytes=NBYTES, what="segment")
+
+
+@pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK])
+def test_a_descriptor_that_can_be_read_is_accepted(sealed: int, mode: int) -> None:
+    with OwnedFds([os.open(f"/proc/self/fd/{sealed}", mode)]) as fds:
         host.verify(fds[0], nbytes=NBYTES, what="segment")
