@@ -221,7 +221,7 @@ class Manifest:
         self.names: Sequence[str] = names
         self._position = {name: number for number, name in enumerate(names)}
         self._dtypes = dtypes
-        self._itemsizes_bytes = [DTYPES[name].itemsize_bytes for name in dtypes]
+        self._checked_forms: dict[tuple[tuple[int, ...], tuple[int, ...], str], int] = {}
         self._columns = columns
         self._digests = digests
         self._accounting = accounting
@@ -329,33 +329,30 @@ class Manifest:
         )
 
     def _geometry(self, number: int) -> Geometry:
-        segments, offsets, nbytes, dtypes, aliases, dims, strides = self._geometry_columns
+        segments, offsets, extents, dtypes, aliases, dims, strides = self._geometry_columns
         first, last = self._first_dim[number], self._first_dim[number + 1]
-        alias = aliases[number]
-        geometry = Geometry(
-            segments[number],
-            offsets[number],
-            nbytes[number],
-            tuple(dims[first:last]),
-            tuple(strides[first:last]),
-            self._dtypes[dtypes[number]],
-            None if alias == _NO_ALIAS else self.names[alias],
-        )
-        expected = extent_nbytes(geometry.shape, geometry.stride, self._itemsizes_bytes[dtypes[number]])
-        if geometry.nbytes != expected:
-            raise _bad(
-                "a row's bytes are not what its shape needs",
-                expected=expected,
-                found=geometry.nbytes,
-                where=self.names[number],
-            )
-        # Strides that overlap, or a zero, let few bytes claim any number of elements.
-        elements = math.prod(geometry.shape) or math.prod(extent or 1 for extent in geometry.shape)
-        if elements > _ELEMENTS_MAX:
-            raise _bad("a row has more elements than can be counted", found=geometry.shape, where=self.names[number])
-        if alias != _NO_ALIAS:
+        alias, nbytes = aliases[number], extents[number]
+        form = shape, stride, dtype = tuple(dims[first:last]), tuple(strides[first:last]), self._dtypes[dtypes[number]]
+        if self._checked_forms.get(form) != nbytes:
+            self._checked_forms[form] = self._checked_nbytes(*form, nbytes=nbytes, where=self.names[number])
+        target = None if alias == _NO_ALIAS else self.names[alias]
+        geometry = Geometry(segments[number], offsets[number], nbytes, shape, stride, dtype, target)
+        if target is not None:
             self._check_alias(geometry, number, alias)
         return geometry
+
+    def _checked_nbytes(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, *, nbytes: int, where: str
+    ) -> int:
+        """``nbytes``, if a row of this form has exactly so many. Layers repeat forms, so each is checked once."""
+        expected = extent_nbytes(shape, stride, DTYPES[dtype].itemsize_bytes)
+        if nbytes != expected:
+            raise _bad("a row's bytes are not what its shape needs", expected=expected, found=nbytes, where=where)
+        # Strides that overlap, or a zero, let few bytes claim any number of elements.
+        elements = math.prod(shape) or math.prod(extent or 1 for extent in shape)
+        if elements > _ELEMENTS_MAX:
+            raise _bad("a row has more elements than can be counted", found=shape, where=where)
+        return nbytes
 
     def _check_alias(self, geometry: Geometry, number: int, alias: int) -> None:
         same = (
