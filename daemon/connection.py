@@ -160,15 +160,17 @@ class Connection:
         return max(hello.wait_s, self._timeout_s)  # to compute a digest in
 
     async def _grant(self, hello: Hello, generation: Generation) -> None:
-        with generation.export() as fds:
-            grant = generation.grant(nonce=self._record.nonce)
-            await self._send(grant, [fds[position] for position in range(len(fds))])
+        # In the book before the client can know: whoever has a grant has a lease that status shows.
         self._lease.enter_context(
             self._record.leases.held(peer=self.peer, claimed_pid=hello.pid, name=hello.name, generation=generation.id)
         )
+        with generation.export() as fds:
+            grant = generation.grant(nonce=self._record.nonce)
+            await self._send(grant, [fds[position] for position in range(len(fds))])
         self._leased = True
         self._record.attaches["granted"] += 1
         log.info("granted", extra=_fields(self, hello) | {"generation": generation.id, "version": generation.version})
+        self._lease.callback(log.info, "lease ended", extra=_fields(self, hello))
 
     async def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
         try:

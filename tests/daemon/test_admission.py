@@ -1,5 +1,9 @@
-"""Admission: the tightest of host memory and every cgroup above us decides. Trees as kernels show them, and a real cgroup."""
+"""Admission: the tightest of host memory and every cgroup above us decides.
 
+Trees as kernels show them, written into a folder, and one real cgroup.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -114,7 +118,7 @@ def test_more_used_than_allowed_is_no_room_at_all(machine: Machine) -> None:
 def test_this_machine_is_understood() -> None:
     found = rooms()
     assert found[0].free_nbytes > 0
-    assert all(0 <= room.free_nbytes for room in found)
+    assert all(room.free_nbytes >= 0 for room in found)
 
 
 LIMIT_NBYTES = 256 * MIB
@@ -144,8 +148,6 @@ def memory_cgroup() -> Path | None:
 
 @pytest.mark.root
 def test_a_real_cgroup_limits_a_real_process() -> None:
-    import json
-
     parent = memory_cgroup()
     if parent is None or not os.access(parent, os.W_OK):
         pytest.skip("no memory cgroup that a test could make a child of")

@@ -1,4 +1,4 @@
-"""Options of `serve`: valid ones become a place and values, the others are refused by name before anything is started."""
+"""Options of `serve`: valid ones become a place and values, others are refused by name before anything starts."""
 
 from pathlib import Path
 
@@ -20,11 +20,9 @@ def test_defaults() -> None:
 
 
 def test_everything() -> None:
-    options = parse_serve(
-        [*MODEL, "--tp-size", "4", "--tp-rank", "3", "--layout", "fused", "--dtype", "float16", "--quantization", "fp8"]
-        + ["--name", "blue", "--allow-uid", "7", "--allow-uid", "8", "--allow-gid", "9", "--trust-filesystem", "fuse"]
-        + ["--drain-timeout", "1.5", "--exchange-timeout", "2", "--cache-dir", "/c", "--log-format", "json"]
-    )
+    words = "--tp-size 4 --tp-rank 3 --layout fused --dtype float16 --quantization fp8 --name blue --allow-uid 7"
+    words += " --allow-uid 8 --allow-gid 9 --trust-filesystem fuse --drain-timeout 1.5 --exchange-timeout 2"
+    options = parse_serve([*MODEL, *words.split(), "--cache-dir", "/c", "--log-format", "json"])
     assert options.place.socket_path == Path("/run/w/blue/host-tp3of4.sock")
     assert options.allowed == AllowList(frozenset({7, 8}), frozenset({9}))
     assert options.trusted_filesystems == ("fuse",)

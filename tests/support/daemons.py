@@ -47,11 +47,15 @@ from weightcached.protocol.places import Place, host_device
 TIMEOUT_S = 60.0
 """For things that have to happen; generous, because the machine may be busy."""
 
-_SCRIPTED = (
-    "import sys, weightcached.daemon.loading as loading; "
-    "loading.WORKER_MODULE = 'tests.support.scripted_worker'; "
-    "from weightcached.daemon.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+_SCRIPTED = """
+import os, sys
+import weightcached.daemon.connection as connection, weightcached.daemon.loading as loading
+loading.WORKER_MODULE = "tests.support.scripted_worker"
+if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):
+    setattr(connection, broken, lambda *_: 1 / 0)
+from weightcached.daemon.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Log:
@@ -292,10 +296,18 @@ def daemon(model_dir: Path, runtime_dir: Path, *extra: str, **options: Any) -> I
 
 @contextmanager
 def scripted_daemon(
-    model_dir: Path, runtime_dir: Path, *extra: str, script: Mapping[str, Any] | None = None, **options: Any
+    model_dir: Path,
+    runtime_dir: Path,
+    *extra: str,
+    script: Mapping[str, Any] | None = None,
+    breaking: str = "",
+    **options: Any,
 ) -> Iterator[Daemon]:
-    """A daemon whose worker follows ``script`` (`scripted_worker.py`). Stopped at the end as by :func:`daemon`."""
-    environment = {"WEIGHTCACHED_TEST_WORKER": json.dumps(script or {})}
+    """A daemon whose worker follows ``script`` (`scripted_worker.py`). Stopped at the end as by :func:`daemon`.
+
+    ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError.
+    """
+    environment = {"WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}), "WEIGHTCACHED_TEST_BREAKS": breaking}
     command = (sys.executable, "-c", _SCRIPTED)
     yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
 
