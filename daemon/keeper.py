@@ -125,7 +125,7 @@ class Keeper:
     def _fail(self, error: WeightCacheError) -> None:
         self._record.last_error = error
         self._record.progress.update("failed")
-        log.error("the load failed", extra=error.as_fields() | {"message": None})
+        log.error("the load failed", extra={"code": error.code, "reason": str(error)})
         self._record.machine.move(State.FAILED)
 
     async def _find_out(self) -> LoadRequest:
