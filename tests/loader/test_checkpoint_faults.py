@@ -71,7 +71,7 @@ ENTRY_FAULTS = {
     "dimensions that multiply to 2^64": (entry("second", shape=[1 << 62, 4]), errors.HeaderError, ("second", "bytes")),
     "shape that is a number": (entry("second", shape=8), errors.HeaderError, ("second", "shape")),
     "negative offset": (entry("first", data_offsets=[-48, 0]), errors.HeaderError, ("first", "offsets")),
-    "offsets backwards": (swap_ends, errors.HeaderError, ("second", "offsets")),
+    "offsets backwards": (swap_ends, errors.HeaderError, ("second", "offsets are impossible")),
     "three offsets": (entry("first", data_offsets=[0, 24, 48]), errors.HeaderError, ("first", "offsets")),
     "offset beyond 63 bits": (entry("third", data_offsets=[0, 1 << 64]), errors.HeaderError, ("third", "offsets")),
     "offsets out of range": (move_third(1 << 40), errors.HeaderError, ("third", "out of range")),

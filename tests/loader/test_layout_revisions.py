@@ -1,7 +1,7 @@
 """A guard: a layout's rules cannot change without its revision, or old and new shards would pass for the same.
 
-Pinned here, for each revision of each layout, is one digest over plans of fixed models: names, shapes, dtypes, places, and
-every box. If this fails, either the change was not meant, or the revision has to go up with it.
+Pinned here, for each revision of each layout, is one digest over plans of fixed models: names, shapes, dtypes,
+places, and every box. If this fails, either the change was not meant, or the revision has to go up with it.
 """
 
 import hashlib
