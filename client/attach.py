@@ -162,10 +162,11 @@ def _from_daemon(
             return _granted(channel, frame, wanted, where)
         except ConnectionLost as error:
             channel.close()
-            if not error.answered:
+            lost = lost or error  # the first: a daemon that is dying takes connections that it will never answer
+            if not lost.answered:
                 raise
-            logger.warning("%s; waiting for the next one", error)
-            lost = error
+            if lost is error:
+                logger.warning("%s; waiting for the next one", error)
         except BaseException:
             channel.close()
             raise

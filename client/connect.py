@@ -39,6 +39,10 @@ def reach(
     ``lost``. Raises InvalidPlace, UntrustedDaemon, DaemonUnreachable, DaemonNotReady.
     """
     pause_s = _FIRST_PAUSE_S
+    if lost is not None:
+        if deadline.passed:
+            raise lost
+        time.sleep(min(_LONGEST_PAUSE_S, deadline.remaining_s()))
     while True:
         connection, finding = _try(place.socket_path)
         if connection is not None:

@@ -156,6 +156,15 @@ def test_a_daemon_that_died_while_it_loaded_and_does_not_come_back(serve: Serve,
     assert 0.5 <= time.monotonic() - started_s < 2
 
 
+def test_a_daemon_that_answered_once_and_then_hangs_up_on_everybody(place: Place, attached: Attached) -> None:
+    started_s = time.monotonic()
+    daemon = LyingDaemon(place.socket_path, [Receive(), Send(LOADING), Close()], [Receive(), Close()])
+    with daemon, pytest.raises(DaemonUnreachable, match=r"died during the exchange, at read"):
+        attached(timeout_s=0.4)
+    assert 0.4 <= time.monotonic() - started_s < 2
+    assert len(daemon.wires) < 20
+
+
 def test_unproven_is_answered_with_the_digest(
     grant: HonestGrant, serve: Serve, attached: Attached, tmp_path: Path
 ) -> None:
