@@ -4,13 +4,13 @@ Trees as kernels show them, written into a folder, and one real cgroup.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.cgroups import memory_limit
 from weightcached.daemon.admission import HEADROOM_BYTES, admit, rooms
 from weightcached.protocol.errors import InsufficientMemory
 
@@ -136,31 +136,12 @@ except InsufficientMemory as error:
 """
 
 
-def memory_cgroup() -> Path | None:
-    """The v1 group we are in, or the v2 one, where its memory controller can be given to a child."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
-    group = Path("/sys/fs/cgroup")
-    return group if "memory" in (group / "cgroup.subtree_control").read_text().split() else None
-
-
 @pytest.mark.root
 def test_a_real_cgroup_limits_a_real_process() -> None:
-    parent = memory_cgroup()
-    if parent is None or not os.access(parent, os.W_OK):
-        pytest.skip("no memory cgroup that a test could make a child of")
-    group = parent / f"weightcached-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        limit = group / "memory.limit_in_bytes"
-        (limit if limit.exists() else group / "memory.max").write_text(str(LIMIT_NBYTES))
+    with memory_limit(LIMIT_NBYTES) as group:
         command = [sys.executable, "-c", PROGRAM, str(group / "cgroup.procs")]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        refused = json.loads(result.stdout)
-        assert refused["code"] == "insufficient_memory"
-        assert str(LIMIT_NBYTES) in refused["found"]
-        assert group.name in refused["where"]
-    finally:
-        group.rmdir()
+    refused = json.loads(result.stdout)
+    assert refused["code"] == "insufficient_memory"
+    assert str(LIMIT_NBYTES) in refused["found"]
+    assert group.name in refused["where"]

@@ -49,8 +49,13 @@ TIMEOUT_S = 60.0
 
 _SCRIPTED = """
 import os, sys
+if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
+    with open(f"{group}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
 import weightcached.daemon.connection as connection, weightcached.daemon.loading as loading
+import weightcached.daemon.keeper as keeper
 loading.WORKER_MODULE = "tests.support.scripted_worker"
+keeper.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
 if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):
     setattr(connection, broken, lambda *_: 1 / 0)
 from weightcached.daemon.cli import main
@@ -301,13 +306,17 @@ def scripted_daemon(
     *extra: str,
     script: Mapping[str, Any] | None = None,
     breaking: str = "",
+    group: Path | None = None,
     **options: Any,
 ) -> Iterator[Daemon]:
     """A daemon whose worker follows ``script`` (`scripted_worker.py`). Stopped at the end as by :func:`daemon`.
 
-    ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError.
+    ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError. ``group`` is a
+    cgroup that the daemon joins first.
     """
     environment = {"WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}), "WEIGHTCACHED_TEST_BREAKS": breaking}
+    if group is not None:
+        environment["WEIGHTCACHED_TEST_CGROUP"] = str(group)
     command = (sys.executable, "-c", _SCRIPTED)
     yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
 

@@ -8,6 +8,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
 - ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
   ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
+- ``eat_at``: a point at which to use up memory until the kernel objects
 - ``release``: a FIFO; with it ``hang_at`` waits until somebody has opened it for writing and closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
 - ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
@@ -71,6 +72,9 @@ def point(name: str, channel: Channel) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if SCRIPT.get("raise_at") == name:
         raise RuntimeError(f"as the script says, at {name}")
+    if SCRIPT.get("eat_at") == name:
+        eaten = [b"\1" * (16 << 20) for _ in range(4096)]
+        raise RuntimeError(f"{len(eaten)} meals, and nobody objected")
     if SCRIPT.get("hang_at") == name:
         hang()
     if SCRIPT.get("fail_at") == name:
