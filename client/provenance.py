@@ -19,7 +19,11 @@ logger = logging.getLogger("weightcached.client")
 
 def compare(model_dir: Path, theirs: Provenance, *, where: str) -> None:
     """Log what differs between the daemon's provenance and ours: a warning, or for host and path an information."""
-    ours = _remembered(model_dir, _stamp(model_dir))
+    try:
+        ours = _remembered(model_dir, _stamp(model_dir))
+    except OSError as error:
+        logger.warning("the tokenizer beside %s cannot be compared with the daemon's: %s", model_dir, error)
+        return
     for what, mine, daemons in (
         ("tokenizer", ours.tokenizer_sha256, theirs.tokenizer_sha256),
         ("revision", ours.revision, theirs.revision),
@@ -42,7 +46,10 @@ def _remembered(model_dir: Path, stamp: tuple[tuple[str, int, int, int], ...]) -
 
 
 def _stamp(model_dir: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """(name, inode, size, ctime) of all small files there are: which of them are a tokenizer's is not decided here."""
+    """(name, inode, size, ctime) of all small files there are: which of them are a tokenizer's is not decided here.
+
+    Of links, the link's own: a hub cache's never change what they point to, and may point to nothing."""
     with os.scandir(model_dir) as entries:
-        found = [(entry.name, entry.stat()) for entry in entries if not entry.name.endswith(".safetensors")]
+        names = [entry for entry in entries if not entry.name.endswith(".safetensors")]
+        found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in names]
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in found))

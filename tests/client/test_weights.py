@@ -1,11 +1,16 @@
 """A weight set over an honest grant: names, views, aliases, lifetimes, private writes, digests."""
 
 import gc
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
+import msgpack
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.client.conftest import RECEIPTS, TENSORS
 from tests.support.resources import memfd_mappings
@@ -144,8 +149,6 @@ def test_a_segment_without_a_byte(config: CacheConfig) -> None:
 @pytest.mark.parametrize("count", [1000])
 def test_making_a_thousand_tensors_costs_milliseconds(count: int, config: CacheConfig, opened: Open) -> None:
     """A loose bound, for a regression by an order of magnitude; `make bench` measures."""
-    import time
-
     tensors = {f"model.layers.{number}.weight": TensorBytes("bfloat16", (4, 4), bytes(32)) for number in range(count)}
     with honest_grant(tensors, config=config, receipts=RECEIPTS) as grant:
         seconds = []
@@ -171,8 +174,6 @@ def _row(name: str, offset: int, nbytes: int, shape: tuple[int, ...], stride: tu
 
 
 def _weights(rows: list[Row], data: bytes, config: CacheConfig) -> WeightSet:
-    import os
-
     meta = ManifestMeta(
         generation="0" * 32,
         version="v",
@@ -192,3 +193,55 @@ def _weights(rows: list[Row], data: bytes, config: CacheConfig) -> WeightSet:
     finally:
         os.close(fd)
     return WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
+
+
+HONEST_TENSORS = {
+    "a": TensorBytes("float32", (3, 4), bytes(48)),
+    "b": TensorBytes("bfloat16", (7,), bytes(14)),
+    "c": TensorBytes("uint8", (5, 2, 2), bytes(20)),
+}
+WIDTHS = {"segment": 2, "offset": 8, "nbytes": 8, "dtype": 1, "kind": 1, "persistent": 1, "alias": 4, "ndim": 1}
+LARGE = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 255, 256, 512, 2**31, 2**32, 2**63 - 1, 2**63])
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    column=st.sampled_from([*WIDTHS, "dims", "strides"]),
+    position=st.integers(0, 5),
+    value=LARGE,
+    also=st.none() | st.tuples(st.sampled_from([*WIDTHS, "dims", "strides"]), st.integers(0, 5), LARGE),
+)
+def test_no_manifest_makes_a_tensor_that_reaches_out_of_its_segment(
+    column: str, position: int, value: int, also: tuple[str, int, int] | None, config: CacheConfig, fuzzed: HonestGrant
+) -> None:
+    """Numbers of any column replaced by any others: refused, or every tensor lies in the memory that was granted."""
+    top = msgpack.unpackb(fuzzed.manifest)
+    for name, number, new in [(column, position, value), *([also] if also else [])]:
+        width = WIDTHS.get(name, 8)
+        data = bytearray(top["columns"][name])
+        start = number * width % len(data)
+        data[start : start + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
+        top["columns"][name] = bytes(data)
+    try:
+        manifest = Manifest.decode(msgpack.packb(top))
+    except TransferError:
+        return
+    segments = map_segments([fuzzed.fds[1]], [len(fuzzed.segment)])
+    weights = WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
+    first, last = segments[0].address, segments[0].address + segments[0].nbytes
+    with weights:
+        for name in weights:
+            try:
+                tensor = weights[name]
+            except TransferError:
+                continue
+            if tensor.numel():
+                extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                assert first <= tensor.data_ptr()
+                assert tensor.data_ptr() + extent * tensor.itemsize <= last
+
+
+@pytest.fixture
+def fuzzed(config: CacheConfig) -> Iterator[HonestGrant]:
+    with honest_grant(HONEST_TENSORS, config=config, receipts=RECEIPTS) as grant:
+        yield grant
