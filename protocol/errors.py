@@ -6,7 +6,8 @@
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
-    │   └── InsufficientMemory · WorkerDied
+    │   ├── InsufficientMemory · WorkerDied
+    │   └── ManagerUnreachable · InvalidEnvironment
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
     │   └── UnsupportedModel · InvalidOption
@@ -145,6 +146,22 @@ class WorkerDied(DeploymentError):
     """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
 
     code = "worker_died"
+
+
+class ManagerUnreachable(DeploymentError):
+    """The service manager (systemd, or `weightcached supervise`) does not take or does not answer what it is told.
+
+    What it had accepted before may or may not be in its store."""
+
+    code = "manager_unreachable"
+
+
+class InvalidEnvironment(DeploymentError):
+    """The variables or descriptors this process was started with cannot be what a service manager hands over.
+
+    Nothing was done with them."""
+
+    code = "invalid_environment"
 
 
 class ConfigurationError(WeightCacheError):

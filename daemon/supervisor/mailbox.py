@@ -1,0 +1,87 @@
+"""The notify socket: where the keeper's datagrams arrive, each with the kernel's word for who sent it.
+
+Owns the socket, its private directory, and every received descriptor until somebody takes it. Understands nothing of
+what a datagram says. It is a path in a directory of mode 0700: an abstract name could be flooded by any user.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.daemon.notify_protocol import DATAGRAM_MAX_BYTES, DESCRIPTORS_MAX, socket_address
+from weightcached.protocol.errors import InvalidEnvironment
+from weightcached.protocol.fds import OwnedFds
+
+_CREDENTIALS = struct.Struct("3i")
+_FD_NBYTES = array.array("i").itemsize
+_CONTROL_NBYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(DESCRIPTORS_MAX * _FD_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Datagram:
+    """One datagram. Whoever gets it closes ``fds`` or takes them."""
+
+    sender_pid: int
+    """As seen from here, and as it was when the datagram was sent; 0 for a process outside our PID namespace."""
+    data: bytes
+    fds: OwnedFds
+    cut: bool
+    """Bytes or descriptors were lost on the way: too many of them, or no room for descriptors in this process."""
+
+
+class Mailbox:
+    """A bound notify socket at ``path``."""
+
+    def __init__(self, parent: Path) -> None:
+        """Make a directory of our own in ``parent`` and bind in it. Raises InvalidEnvironment."""
+        self._directory = parent / f"weightcached-{os.urandom(8).hex()}"
+        self.path = self._directory / "notify"
+        socket_address(str(self.path.absolute()))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            # Before there is an address: a datagram that was sent earlier would come without credentials.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._directory.mkdir(mode=0o700)
+            self._socket.bind(str(self.path))
+        except OSError as error:
+            self.close()
+            raise InvalidEnvironment(
+                "cannot put a notify socket there",
+                found=error.strerror,
+                where=self.path,
+                next_step="let TMPDIR name a directory that this user can write to",
+            ) from error
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> Datagram | None:
+        """The next datagram, or None when there is none now. Does not block."""
+        try:
+            data, control, flags, _ = self._socket.recvmsg(
+                DATAGRAM_MAX_BYTES, _CONTROL_NBYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        pid, fds = 0, OwnedFds()
+        for level, kind, payload in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(payload[: len(payload) - len(payload) % _FD_NBYTES])
+                for fd in numbers:
+                    fds.append(fd)
+            elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid, _, _ = _CREDENTIALS.unpack(payload)
+        return Datagram(pid, data, fds, cut=bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+
+    def close(self) -> None:
+        """Close, and remove the socket and its directory. Safe to call twice."""
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+        if self._directory.exists():
+            self._directory.rmdir()
