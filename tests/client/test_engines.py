@@ -226,7 +226,7 @@ weights.close()
 
 
 def test_a_fresh_process_attaches_without_torch_until_a_tensor_is_asked_for(daemon: Daemon) -> None:
-    command = [sys.executable, "-c", FRESH, daemon.model_dir, daemon.place.runtime_dir]
+    command = [sys.executable, "-c", FRESH, str(daemon.model_dir), str(daemon.place.runtime_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("[]\nTrue\n", "")
 
@@ -234,7 +234,7 @@ def test_a_fresh_process_attaches_without_torch_until_a_tensor_is_asked_for(daem
 def test_an_engine_that_ends_without_closing_ends_its_lease(daemon: Daemon) -> None:
     """No close, no clean-up at exit: the kernel gives the lease back, and nothing hangs or complains."""
     script = FRESH.replace("weights.close()", "")
-    command = [sys.executable, "-W", "error", "-c", script, daemon.model_dir, daemon.place.runtime_dir]
+    command = [sys.executable, "-W", "error", "-c", script, str(daemon.model_dir), str(daemon.place.runtime_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert settled(daemon)[0] == 0

@@ -40,6 +40,7 @@ from weightcached.protocol.testing import (
     Send,
     SendRaw,
     Stall,
+    Step,
     frame,
     frame_lies,
 )
@@ -143,7 +144,8 @@ def test_a_daemon_that_dies_while_it_loads_is_waited_for(
     grant: HonestGrant, place: Place, attached: Attached, log: pytest.LogCaptureFixture
 ) -> None:
     """As under a service manager that starts it again: an attach that had been answered goes on within its deadline."""
-    first, second = [Receive(), Send(LOADING), Close()], [Receive(), Send(LOADING), grant.step(), ReceiveToEnd()]
+    first: list[Step] = [Receive(), Send(LOADING), Close()]
+    second: list[Step] = [Receive(), Send(LOADING), grant.step(), ReceiveToEnd()]
     with LyingDaemon(place.socket_path, first, second), attached() as weights:
         weights.verify()
     assert any("waiting for the next one" in record.getMessage() for record in log.records)

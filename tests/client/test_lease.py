@@ -95,7 +95,9 @@ def test_the_daemons_death_is_seen_at_once_and_the_weights_stay(
     daemon: Daemon, engine: Callable[..., WeightSet]
 ) -> None:
     with engine() as weights:
-        lease, lost_s, reasons = lease_of(weights), [], []
+        lease = lease_of(weights)
+        lost_s: list[float] = []
+        reasons: list[str] = []
         lease.on_lost(lambda _: lost_s.append(time.monotonic()))
         lease.on_lost(reasons.append)
         assert not lease.wait_lost(0)
@@ -111,8 +113,7 @@ def test_the_daemons_death_is_seen_at_once_and_the_weights_stay(
             lease.ping()
         name = next(iter(weights))
         assert weights[name] is weights[name]
-        weights.close()
-        assert lease.state == "closed"
+    assert lease_of(weights).state == "closed"
     assert reasons == ["the daemon is gone"]
     assert lost_s[0] - killed_s < 1
 

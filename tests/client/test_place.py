@@ -31,7 +31,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import Place
-from weightcached.protocol.testing import HonestGrant, LyingDaemon, Receive, ReceiveToEnd
+from weightcached.protocol.testing import HonestGrant, LyingDaemon, Receive, ReceiveToEnd, Step
 
 Serve = Callable[..., AbstractContextManager[LyingDaemon]]
 Attached = Callable[..., WeightSet]
@@ -167,7 +167,7 @@ def test_a_socket_that_appears_while_it_is_waited_for(
     if missing == "runtime directory":
         place.directory.rmdir()
         place.runtime_dir.rmdir()
-    script = [Receive(), grant.step(), ReceiveToEnd()]
+    script: list[Step] = [Receive(), grant.step(), ReceiveToEnd()]
     daemons = []
 
     def begin() -> None:
@@ -193,10 +193,11 @@ def test_waiting_for_a_socket_ends(place: Place, attached: Attached) -> None:
 
 def test_a_path_that_is_replaced_all_the_time_is_never_absent(place: Place) -> None:
     """Bind aside and rename, a thousand times under a connecting loop: connected or refused, never absent."""
-    stop, replaced = threading.Event(), []
+    stop = threading.Event()
+    replaced: list[None] = []
 
     def replace() -> None:
-        previous = None
+        previous: socket.socket | None = None
         while not stop.is_set():
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(place.binding_path))
@@ -206,6 +207,7 @@ def test_a_path_that_is_replaced_all_the_time_is_never_absent(place: Place) -> N
                 previous.close()
             previous = listener
             replaced.append(None)
+        assert previous is not None
         previous.close()
 
     with listening(place.socket_path):
