@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,17 @@ def anonymous_nbytes(pid: int | str = "self") -> int:
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         line = next(line for line in file if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def more_descriptors_allowed(count: int) -> Iterator[None]:
+    """This process may have ``count`` descriptors, as far as its hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, count), hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @functools.cache
