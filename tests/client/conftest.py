@@ -17,6 +17,7 @@ import pytest
 import torch  # noqa: F401
 
 from tests.support.checkpoints import tiny_llama
+from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.resources import nothing_left_behind
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.config import CacheConfig, build_config
@@ -70,6 +71,17 @@ def settled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # What is waited for is the clock: only time makes a receipt old.
     time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
     return directory
+
+
+@pytest.fixture(scope="session")
+def steady_daemon(settled_model: Path) -> Iterator[Daemon]:
+    """A ready daemon on ``settled_model`` (its worker is scripted) that all tests share. Nobody may end or stop it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name,
+        scripted_daemon(settled_model, Path(name) / "run") as served,
+    ):
+        served.wait_until("ready")
+        yield served
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ from weightcached.protocol.messages import Loading
 from weightcached.protocol.places import Place
 
 ATTACH = sys.modules["weightcached.client.attach"]
-
-
-@pytest.fixture
-def daemon(settled_model: Path, place: Place) -> Iterator[Daemon]:
-    with scripted_daemon(settled_model, place.runtime_dir) as served:
-        served.wait_until("ready")
-        yield served
 
 
 def engine(daemon: Daemon, **options: Any) -> WeightSet:
@@ -86,14 +79,14 @@ POINTS: dict[str, Callable[[int], None]] = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_an_engine_killed_at_any_point_leaves_nothing_at_the_daemon(point: str, daemon: Daemon) -> None:
-    before = settled(daemon)
+def test_an_engine_killed_at_any_point_leaves_nothing_at_the_daemon(point: str, steady_daemon: Daemon) -> None:
+    before = settled(steady_daemon)
     up_r, up_w = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             POINTS[point](up_w)
-            engine(daemon)
+            engine(steady_daemon)
         finally:
             os._exit(1)  # not reached: it is killed where it stops
     os.close(up_w)
@@ -103,17 +96,17 @@ def test_an_engine_killed_at_any_point_leaves_nothing_at_the_daemon(point: str, 
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(up_r)
-    assert settled(daemon) == before
-    with engine(daemon) as weights:
+    assert settled(steady_daemon) == before
+    with engine(steady_daemon) as weights:
         assert len(weights) == 1
 
 
-def test_ten_threads_that_attach_at_once(daemon: Daemon) -> None:
+def test_ten_threads_that_attach_at_once(steady_daemon: Daemon) -> None:
     barrier, sets = threading.Barrier(10), []
 
     def run() -> None:
         barrier.wait()
-        sets.append(engine(daemon))
+        sets.append(engine(steady_daemon))
 
     threads = [threading.Thread(target=run) for _ in range(10)]
     for thread in threads:
@@ -122,10 +115,10 @@ def test_ten_threads_that_attach_at_once(daemon: Daemon) -> None:
         thread.join()
     assert len(sets) == 10
     assert len({weights.generation for weights in sets}) == 1
-    assert daemon.report().lease_count == 10
+    assert steady_daemon.report().lease_count == 10
     for weights in sets:
         weights.close()
-    assert settled(daemon)[0] == 0
+    assert settled(steady_daemon)[0] == 0
 
 
 def test_an_engine_that_starts_before_the_weights_are_there_waits_and_sees_the_progress(
@@ -183,7 +176,7 @@ def test_a_daemon_killed_while_it_loads(settled_model: Path, place: Place) -> No
 
         def run() -> None:
             try:
-                engine(daemon, mode="client", timeout_s=3, progress=lambda _: waiting.set())
+                engine(daemon, mode="client", timeout_s=1, progress=lambda _: waiting.set())
             except DaemonUnreachable as error:
                 failures.append(error)
 
@@ -221,20 +214,13 @@ heavy = {"torch", "numpy", "weightcached.loader", "huggingface_hub", "prometheus
 print(sorted(heavy & sys.modules.keys()))
 next(iter(weights.values()))
 print("torch" in sys.modules)
-weights.close()
 """
 
 
-def test_a_fresh_process_attaches_without_torch_until_a_tensor_is_asked_for(daemon: Daemon) -> None:
-    command = [sys.executable, "-c", FRESH, str(daemon.model_dir), str(daemon.place.runtime_dir)]
+def test_a_fresh_process_has_no_torch_until_a_tensor_is_asked_for_and_needs_no_clean_up(steady_daemon: Daemon) -> None:
+    """It ends without closing: the kernel gives the lease back, and nothing hangs or complains."""
+    place = steady_daemon.place
+    command = [sys.executable, "-W", "error", "-c", FRESH, str(steady_daemon.model_dir), str(place.runtime_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("[]\nTrue\n", "")
-
-
-def test_an_engine_that_ends_without_closing_ends_its_lease(daemon: Daemon) -> None:
-    """No close, no clean-up at exit: the kernel gives the lease back, and nothing hangs or complains."""
-    script = FRESH.replace("weights.close()", "")
-    command = [sys.executable, "-W", "error", "-c", script, str(daemon.model_dir), str(daemon.place.runtime_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert settled(daemon)[0] == 0
+    assert (done.stdout, done.stderr, done.returncode) == ("[]\nTrue\n", "", 0)
+    assert settled(steady_daemon)[0] == 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,8 @@ def daemon(settled_model: Path, place: Place) -> Iterator[Daemon]:
         yield served
 
 
-@pytest.fixture
-def engine(daemon: Daemon, settled_model: Path) -> Callable[..., WeightSet]:
-    def run(**options: object) -> WeightSet:
-        return attach(settled_model, mode="require", runtime_dir=daemon.place.runtime_dir, timeout_s=30, **options)  # type: ignore[arg-type]
-
-    return run
+def engine(daemon: Daemon, **options: Any) -> WeightSet:
+    return attach(daemon.model_dir, mode="require", runtime_dir=daemon.place.runtime_dir, timeout_s=30, **options)
 
 
 def lease_of(weights: WeightSet) -> Lease:
@@ -67,34 +64,32 @@ def wait_for_leases(daemon: Daemon, count: int) -> Report:
     return report
 
 
-def test_the_daemon_lists_the_lease_and_close_ends_it(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    weights = engine(engine_name="an engine")
+def test_the_daemon_lists_the_lease_and_close_ends_it(steady_daemon: Daemon) -> None:
+    weights = engine(steady_daemon, engine_name="an engine")
     lease = lease_of(weights)
-    info = wait_for_leases(daemon, 1).leases[0]
+    info = wait_for_leases(steady_daemon, 1).leases[0]
     assert (info.pid, info.name) == (os.getpid(), "an engine")
     assert (lease.state, lease.reason) == ("connected", None)
-    assert lease.generation == daemon.report().generation
+    assert lease.generation == steady_daemon.report().generation
     weights.close()
     weights.close()
     assert lease.state == "closed"
     assert not lease.wait_lost(0)
-    wait_for_leases(daemon, 0)
+    wait_for_leases(steady_daemon, 0)
 
 
-def test_two_engines_and_one_leaves(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    one, other = engine(), engine()
-    wait_for_leases(daemon, 2)
+def test_two_engines_and_one_leaves(steady_daemon: Daemon) -> None:
+    one, other = engine(steady_daemon), engine(steady_daemon)
+    wait_for_leases(steady_daemon, 2)
     one.close()
-    wait_for_leases(daemon, 1)
+    wait_for_leases(steady_daemon, 1)
     assert len(other) == len(list(other.values()))
     assert lease_of(other).state == "connected"
     other.close()
 
 
-def test_the_daemons_death_is_seen_at_once_and_the_weights_stay(
-    daemon: Daemon, engine: Callable[..., WeightSet]
-) -> None:
-    with engine() as weights:
+def test_the_daemons_death_is_seen_at_once_and_the_weights_stay(daemon: Daemon) -> None:
+    with engine(daemon) as weights:
         lease = lease_of(weights)
         lost_s: list[float] = []
         reasons: list[str] = []
@@ -118,16 +113,14 @@ def test_the_daemons_death_is_seen_at_once_and_the_weights_stay(
     assert lost_s[0] - killed_s < 1
 
 
-def test_a_daemon_that_stops_in_order_ends_leases_too(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    with engine() as weights:
+def test_a_daemon_that_stops_in_order_ends_leases_too(daemon: Daemon) -> None:
+    with engine(daemon) as weights:
         daemon.stop()
         assert lease_of(weights).wait_lost(10)
 
 
-def test_a_callback_that_fails_keeps_no_other_from_being_told(
-    daemon: Daemon, engine: Callable[..., WeightSet], log: pytest.LogCaptureFixture
-) -> None:
-    with engine() as weights:
+def test_a_callback_that_fails_keeps_no_other_from_being_told(daemon: Daemon, log: pytest.LogCaptureFixture) -> None:
+    with engine(daemon) as weights:
         told = threading.Event()
 
         def fail(_: str) -> None:
@@ -140,8 +133,8 @@ def test_a_callback_that_fails_keeps_no_other_from_being_told(
     assert any(record.exc_info for record in log.records)
 
 
-def test_close_from_a_callback(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    weights = engine()
+def test_close_from_a_callback(daemon: Daemon) -> None:
+    weights = engine(daemon)
     closed = threading.Event()
 
     def close(_: str) -> None:
@@ -154,12 +147,13 @@ def test_close_from_a_callback(daemon: Daemon, engine: Callable[..., WeightSet])
     weights.close()  # from outside it also waits for the watcher
 
 
-def test_the_daemon_answers_pings_and_status_on_the_lease(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    with engine() as weights:
+def test_the_daemon_answers_pings_and_status_on_the_lease(steady_daemon: Daemon) -> None:
+    with engine(steady_daemon) as weights:
         lease = lease_of(weights)
         assert 0 <= lease.ping() < 5
+        wait_for_leases(steady_daemon, 1)
         report = lease.status()
-        assert (report.pid, report.state, report.lease_count) == (daemon.pid, "ready", 1)
+        assert (report.pid, report.state, report.lease_count) == (steady_daemon.pid, "ready", 1)
         results: list[float] = []
         threads = [threading.Thread(target=lambda: results.append(lease.ping())) for _ in range(10)]
         for thread in threads:
@@ -169,8 +163,8 @@ def test_the_daemon_answers_pings_and_status_on_the_lease(daemon: Daemon, engine
         assert len(results) == 10
 
 
-def test_a_stopped_daemon_is_seen_by_a_ping_only(daemon: Daemon, engine: Callable[..., WeightSet]) -> None:
-    with engine() as weights:
+def test_a_stopped_daemon_is_seen_by_a_ping_only(daemon: Daemon) -> None:
+    with engine(daemon) as weights:
         lease = lease_of(weights)
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
@@ -257,13 +251,13 @@ def test_a_forked_child_has_the_weights_and_not_the_lease(grant: HonestGrant, se
     assert told == []
 
 
-def test_a_child_that_outlives_its_parent_does_not_keep_the_lease(daemon: Daemon, settled_model: Path) -> None:
+def test_a_child_that_outlives_its_parent_does_not_keep_the_lease(steady_daemon: Daemon) -> None:
     """An engine forks a helper after it attached, and dies: the lease must go with the engine."""
     end_r, end_w = os.pipe()
     up_r, up_w = os.pipe()
     pid = os.fork()
     if pid == 0:
-        weights = attach(settled_model, mode="require", runtime_dir=daemon.place.runtime_dir, timeout_s=30)
+        weights = engine(steady_daemon)
         if os.fork() == 0:
             os.close(end_w)
             os.write(up_w, b"up")
@@ -276,10 +270,10 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lease(daemon: Daemon
     os.close(end_r)
     try:
         assert os.read(up_r, 2) == b"up"
-        wait_for_leases(daemon, 1)
+        wait_for_leases(steady_daemon, 1)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        wait_for_leases(daemon, 0)
+        wait_for_leases(steady_daemon, 0)
     finally:
         os.close(end_w)  # ends the helper
         assert os.read(up_r, 1) == b""
