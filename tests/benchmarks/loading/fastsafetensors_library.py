@@ -1,0 +1,27 @@
+"""fastsafetensors without GPUDirect: whole files into one allocation each, which the tensors then own together.
+
+By itself it reads local files with O_DIRECT; ``FASTSAFETENSORS_ODIRECT=0`` makes it read through the page cache. Both
+are measured (the environment decides), each a contender of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+from tests.benchmarks.loading.kept import result
+
+
+def load(directory: str, files: Sequence[str], sample: str) -> dict[str, Any]:
+    """``copy_files_to_device("cpu")`` and every tensor; they stay valid after closing, so no clone is needed."""
+    began_s = time.perf_counter()
+    loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
+    loader.add_filenames({0: list(files)})
+    buffers = loader.copy_files_to_device()
+    tensors = {name: buffers.get_tensor(name) for name in loader.get_keys()}
+    buffers.close()
+    loader.close()
+    return result(time.perf_counter() - began_s, tensors, sample)

@@ -1,0 +1,1 @@
+"""What runs inside measured processes (`fresh.py`) on our side: attaching, touching, reading as one rank."""

@@ -1,0 +1,1 @@
+"""Per-tensor sharing by torch.multiprocessing, as other weight caches do it: a producer process and its consumers."""
