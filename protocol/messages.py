@@ -208,7 +208,7 @@ class Dialect:
         raise ValueError(f"{type(message).__name__} does not travel {self.name}")
 
 
-CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0, 8 * 1024)
+CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0, 4 * 1024)
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
     {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong},
