@@ -16,7 +16,6 @@ from weightcached.daemon import log as logs
 from weightcached.daemon.claim import take
 from weightcached.daemon.keeper import Keeper
 from weightcached.daemon.options import USAGE_EXIT, parse_serve
-from weightcached.daemon.states import IllegalTransition
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.processes import die_with_parent
 
@@ -48,8 +47,8 @@ def main(argv: list[str]) -> int:
     except WeightCacheError as error:
         log.error("cannot start: %s", error, extra={"code": error.code})
         return _CANNOT_START_EXIT
-    except IllegalTransition:
-        log.critical("a bug: the keeper ends", exc_info=True)
+    except Exception:  # IllegalTransition above all: what the table does not have must not go on
+        log.exception("a bug: the keeper ends")
         return _BUG_EXIT
     return 0
 

@@ -82,7 +82,7 @@ def test_a_lock_file_replaced_while_we_lock_it_is_not_ours(place: Place, monkeyp
     take(place, NOBODY_ELSE).release()
     old = place.lock_path.stat()
     flock = fcntl.flock
-    replaced = []
+    replaced: list[int] = []
 
     def flock_after_replacing(fd: int, operation: int) -> None:
         if not replaced:

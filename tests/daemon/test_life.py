@@ -1,6 +1,7 @@
 """A daemon beside others: started twice, stopped politely or not, replaced; its socket file tells the truth."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import TIMEOUT_S, Daemon, arguments_for, ask, connect, converse, scripted_daemon
+from tests.support.daemons import (
+    TIMEOUT_S,
+    Daemon,
+    arguments_for,
+    ask,
+    connect,
+    converse,
+    modules_file,
+    scripted_daemon,
+)
 from tests.support.unprivileged import NOBODY, ROOT, command_as, folder_for_everyone
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
@@ -268,3 +278,31 @@ def test_the_keeper_stays_small_and_free_of_torch(model: Path, runtime_dir: Path
         for unwanted in ("torch", "numpy", "/memfd:weightcached"):
             assert unwanted not in maps
         assert "uvloop" in maps  # the list does show libraries
+    imported = {name.partition(".")[0] for name in modules_file(runtime_dir).read_text().split()}
+    assert imported & {"torch", "numpy", "safetensors", "transformers", "huggingface_hub", "zmq"} == set()
+    assert "uvloop" in imported
+    assert "weightcached.loader" not in modules_file(runtime_dir).read_text().split()
+
+
+def test_a_hub_id_is_resolved_outside_the_keeper(
+    model: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the local hub cache, without a network; huggingface_hub never enters the keeper."""
+    hub = runtime_dir.parent / "hub"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = hub / "models--some--tiny" / "snapshots" / revision
+    shutil.copytree(model, snapshot)
+    (hub / "models--some--tiny" / "refs").mkdir()
+    (hub / "models--some--tiny" / "refs" / "main").write_text(revision)
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with scripted_daemon(Path("some/tiny"), runtime_dir) as daemon:
+        report = daemon.wait_until("ready")
+        assert report.model == str(snapshot)
+        daemon.model_dir = snapshot
+        grant, fds = daemon.attach()
+        fds.close()
+        assert grant.provenance.revision == revision
+    assert "huggingface_hub" not in modules_file(runtime_dir).read_text().split()
+    with scripted_daemon(Path("some/other"), runtime_dir) as daemon:
+        assert "some/other" in str(daemon.wait_until("failed").last_error)

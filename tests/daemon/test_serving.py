@@ -19,7 +19,7 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host
-from weightcached.protocol.messages import Grant, Loading, Ping, Pong, Refused, Report, Status, Unproven
+from weightcached.protocol.messages import Grant, Loading, Message, Ping, Pong, Refused, Report, Status, Unproven
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def talking(daemon: Daemon) -> Iterator[Channel]:
         channel.close()
 
 
-def receive(channel: Channel, timeout_s: float = 30.0) -> object:
+def receive(channel: Channel, timeout_s: float = 30.0) -> Message:
     with (frame := channel.receive(deadline=Deadline.after(timeout_s))).fds:
         return frame.message
 
@@ -62,15 +62,16 @@ def test_who_waits_is_told_at_once_and_every_second_and_then_granted(model: Path
         daemon.wait_logged("progress", stage="read")
         started = time.monotonic()
         channel.send(daemon.hello())
-        arrivals = []
-        for _ in range(3):
-            loading = receive(channel)
-            assert isinstance(loading, Loading)
+        arrivals: list[float] = []
+        told: list[Loading] = []
+        while len(told) < 3:
+            message = receive(channel)
+            assert isinstance(message, Loading)
+            told.append(message)
             arrivals.append(time.monotonic() - started)
         assert arrivals[0] < 0.9
         assert arrivals[2] < 3.0
-        assert loading.stage == "read"
-        assert (loading.bytes_done, loading.bytes_total) == (2048, 4096)
+        assert (told[2].stage, told[2].bytes_done, told[2].bytes_total) == ("read", 2048, 4096)
         worker.close()
         frame = channel.receive(deadline=Deadline.after(30))
         with frame.fds:

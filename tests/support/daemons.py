@@ -59,7 +59,10 @@ keeper.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
 if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):
     setattr(connection, broken, lambda *_: 1 / 0)
 from weightcached.daemon.cli import main
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+with open(os.environ["WEIGHTCACHED_TEST_MODULES"], "w") as file:
+    file.write("\\n".join(sys.modules))
+sys.exit(status)
 """
 
 
@@ -314,11 +317,20 @@ def scripted_daemon(
     ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError. ``group`` is a
     cgroup that the daemon joins first.
     """
-    environment = {"WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}), "WEIGHTCACHED_TEST_BREAKS": breaking}
+    environment = {
+        "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
+        "WEIGHTCACHED_TEST_BREAKS": breaking,
+        "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),
+    }
     if group is not None:
         environment["WEIGHTCACHED_TEST_CGROUP"] = str(group)
     command = (sys.executable, "-c", _SCRIPTED)
     yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
+
+
+def modules_file(runtime_dir: Path) -> Path:
+    """Where a scripted daemon writes the names of all modules it had imported by its end."""
+    return runtime_dir.parent / "modules"
 
 
 def _running(started: Daemon) -> Iterator[Daemon]:

@@ -103,10 +103,10 @@ def main() -> None:
     channel = Channel(
         socket.socket(fileno=parser.parse_args().fd), outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER
     )
+    die_with_parent(os.getppid())  # a script may stop it before it has been told who its keeper is
     point("start", channel)
     job = channel.receive().message
     assert isinstance(job, Job)
-    die_with_parent(job.keeper_pid)
     point("job", channel)
     counts = AccountingCounts(expected=1, loaded=1, ignored=0, unexpected=0)
     sha256, trusted, young, rule = receipts_of(job.model_dir)

@@ -1,0 +1,58 @@
+"""Logs: one record is one line, fields apart from the message, nothing that a peer wrote can forge a line."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from weightcached.daemon.log import TextFormatter, configure
+
+
+def record(message: str, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("weightcached.daemon.keeper", logging.INFO, __file__, 1, message, (), None)
+    made.__dict__.update(fields)
+    made.created, made.msecs = 0.0, 7.0
+    return made
+
+
+def test_text_has_time_level_source_message_and_fields() -> None:
+    line = TextFormatter().format(record("granted", pid=7, reason="two words", empty="", quoted='a"b'))
+    assert line == ('1970-01-01T00:00:00.007Z INFO keeper: granted  pid=7 reason="two words" empty="" quoted="a\\"b"')
+
+
+def test_no_field_can_begin_a_line() -> None:
+    line = TextFormatter().format(record("granted", client="x\n1970-01-01 INFO keeper: forged\x1b[2J"))
+    assert "\n" not in line
+    assert "\x1b" not in line
+
+
+@pytest.fixture
+def root() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("root")
+def test_json_is_one_object_a_line_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    configure(format_name="json", level="info", place="default/host-tp0of1")
+    log = logging.getLogger("weightcached.daemon.keeper")
+    log.info("published", extra={"seconds": {"read": 0.5}, "text": "a\nb"})
+    log.debug("not shown")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("failed")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["message"] == "published"
+    assert first["level"] == "INFO"
+    assert first["place"] == "default/host-tp0of1"
+    assert first["seconds"] == {"read": 0.5}
+    assert first["text"] == "a\nb"
+    assert "ValueError: why" in second["exc_info"]
