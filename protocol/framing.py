@@ -208,6 +208,7 @@ class FrameReceiver:
             raise
 
     def _read_once(self, connection: socket.socket) -> None:
+        # Where a peer wrote a header in two pieces the kernel may deliver both, and descriptors of the second, here.
         first_byte = self._header is None and self._filled == 0
         control_nbytes = self._control_nbytes if first_byte else 0
         missing = memoryview(self._buffer)[self._filled :]

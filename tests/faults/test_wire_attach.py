@@ -115,8 +115,9 @@ def test_descriptors_beside_a_lying_frame_are_closed(lie: str, grant: HonestGran
     assert not target.exists()
 
 
-@pytest.mark.parametrize("position", [1, HEADER.size, HEADER.size + 1])
+@pytest.mark.parametrize("position", [HEADER.size, HEADER.size + 1])
 def test_descriptors_that_come_late_are_refused(position: int, grant: HonestGrant, meet: Meet) -> None:
+    """Within the header the kernel may merge two writes into one read: only later is late for certain."""
     data = frame(grant.message, fd_count=2)
     with pytest.raises(TransferError):
         meet(SendRaw(data[:position]), SendRaw(data[position:], grant.fds))

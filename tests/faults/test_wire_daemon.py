@@ -21,7 +21,7 @@ import pytest
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, ask, scripted_daemon
 from tests.support.resources import anonymous_nbytes, more_descriptors_allowed, open_fds
-from weightcached.client import attach
+from weightcached.client import WeightSet, attach
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonNotReady
@@ -277,16 +277,15 @@ def test_garbage_without_end_changes_nothing_for_others(served: Daemon) -> None:
 
 def test_a_full_backlog_is_waited_for_and_then_reported(served: Daemon) -> None:
     """A daemon that is stopped accepts nobody: connecting says EAGAIN once its backlog is full."""
-    options = {"runtime_dir": served.place.runtime_dir, "mode": "require", "want": "current"}
-    attached = []
-    late = threading.Thread(target=lambda: attached.append(attach(served.model_dir, timeout_s=30, **options)))
+    attached: list[WeightSet] = []
+    late = threading.Thread(target=lambda: attached.append(attach_to(served, timeout_s=30)))
     with ExitStack() as crowd, more_descriptors_allowed(8192):
         os.kill(served.pid, signal.SIGSTOP)
         try:
             while not fill(crowd, served):
                 pass
             with pytest.raises(DaemonNotReady, match="backlog"):
-                attach(served.model_dir, timeout_s=0.2, **options)
+                attach_to(served, timeout_s=0.2)
             late.start()
             crowd.close()
         finally:
@@ -294,6 +293,11 @@ def test_a_full_backlog_is_waited_for_and_then_reported(served: Daemon) -> None:
         late.join()
     with attached[0] as weights:
         assert weights.source == "daemon"
+
+
+def attach_to(served: Daemon, *, timeout_s: float) -> WeightSet:
+    runtime_dir = served.place.runtime_dir
+    return attach(served.model_dir, runtime_dir=runtime_dir, mode="require", want="current", timeout_s=timeout_s)
 
 
 def fill(crowd: ExitStack, served: Daemon) -> bool:
