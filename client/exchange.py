@@ -92,7 +92,7 @@ def negotiate(
     """
     waiting = _Waiting(request.where, progress)
     try:
-        channel.send(request.hello(evidence, deadline), deadline=deadline)
+        _say(channel, request.hello(evidence, deadline), deadline)
         while True:
             frame = channel.receive(deadline=deadline)
             message = frame.message
@@ -103,7 +103,7 @@ def negotiate(
                 waiting.report(message)
             elif isinstance(message, Unproven):
                 evidence = _proven(message, evidence, prove, request.where)
-                channel.send(request.hello(evidence, deadline), deadline=deadline)
+                _say(channel, request.hello(evidence, deadline), deadline)
             elif isinstance(message, Refused):
                 raise refusal(message, request.config, request.where)
             else:
@@ -117,6 +117,14 @@ def negotiate(
         raise waiting.not_ready() from error
     except PeerClosed as error:
         raise _ended(error, waiting, request.where) from error
+
+
+def _say(channel: Channel, hello: Hello, deadline: Deadline) -> None:
+    """Send. A daemon that has gone may have said why before: receiving finds its last words, or that there are none."""
+    try:
+        channel.send(hello, deadline=deadline)
+    except PeerClosed:
+        return
 
 
 class _Waiting:

@@ -218,6 +218,13 @@ def test_a_refusal_is_never_taken_for_an_absent_daemon(grant: HonestGrant, serve
         attached(mode="client")
 
 
+def test_last_words_are_heard_although_the_hello_cannot_be_sent(place: Place, attached: Attached) -> None:
+    """A daemon that does not serve this user says so, without waiting to be asked, and closes."""
+    refused = Refused(code="untrusted_client", message="not you")
+    with LyingDaemon(place.socket_path, [Send(refused), Close()]), pytest.raises(errors.UntrustedClient, match="you"):
+        attached()
+
+
 def test_a_refusal_with_an_unknown_code(serve: Serve, attached: Attached) -> None:
     with serve(Send(Refused(code="from_the_future", message="words"))), pytest.raises(ProtocolError, match="words"):
         attached()
