@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import suppress
 
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.channel import Channel
@@ -22,6 +23,7 @@ from weightcached.protocol.errors import (
     InvalidPlace,
     ProtocolError,
 )
+from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Refused, Report, Status
 from weightcached.protocol.peers import AllowList, check_daemon, check_directory, check_socket_owner, peer_of
 from weightcached.protocol.places import Place
@@ -79,7 +81,8 @@ def ask_status(channel: Channel, deadline: Deadline) -> Report:
     """One question on an open connection. Raises the daemon's refusal, DaemonNotReady (no answer in time), or
     DaemonUnreachable (it went away)."""
     try:
-        channel.send(Status(), deadline=deadline)
+        with suppress(PeerClosed):  # it may have refused us unasked: what it said is still to be read
+            channel.send(Status(), deadline=deadline)
         with (frame := channel.receive(deadline=deadline)).fds:
             message = frame.message
     except TimeoutError as error:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from weightcached.protocol.config import abbreviated, build_config
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.framing import Frame
+from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.hashing import content_digest
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
@@ -202,7 +202,8 @@ def connect(place: Place) -> Channel:
 def ask(channel: Channel, message: Message, *, timeout_s: float = TIMEOUT_S) -> Message:
     """Send, and receive the next frame, which must carry no descriptor."""
     deadline = Deadline.after(timeout_s)
-    channel.send(message, deadline=deadline)
+    with suppress(PeerClosed):  # it may have refused us unasked: what it said is still to be read
+        channel.send(message, deadline=deadline)
     frame = channel.receive(deadline=deadline)
     with frame.fds:
         assert len(frame.fds) == 0
