@@ -14,6 +14,7 @@ QWEN2 = Architecture(
 
 QWEN3 = Architecture(
     names=("Qwen3ForCausalLM",),
+    # With attention_bias the output projection has one too, as in Transformers and SGLang; vLLM 0.32 drops it.
     rows=decoder(qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True),
     ignored=(*ROTARY, TIED_HEAD),
     defaults={"num_key_value_heads": 32, "head_dim": 128},

@@ -6,6 +6,7 @@ places, and every box. If this fails, either the change was not meant, or the re
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ MODELS = {
     "qwen2": tiny_config(architecture="Qwen2ForCausalLM", num_key_value_heads=1),
     "qwen3": tiny_config(architecture="Qwen3ForCausalLM", head_dim=6, vocab_size=64),
 }
-OPTIONS = {
+OPTIONS: dict[str, list[dict[str, Any]]] = {
     "hf": [{}, {"dtype": "float32"}],
     "fused": [
         {"tp_size": size, "tp_rank": rank, **more}

@@ -4,6 +4,8 @@ Executed naively here, in numpy; the real executor is compared with the naive on
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,18 @@ from weightcached.protocol.errors import UnsupportedModel
 def plan_of(directory: Path, **options) -> LoadPlan:
     with open_checkpoint(directory) as checkpoint:
         return make_plan(checkpoint.tensors, checkpoint.config, build_config(directory, **options))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-sharded"])
+def test_checkpoints_made_here_are_those_of_the_oracle_s_own_script(tmp_path, name):
+    subprocess.run([sys.executable, ORACLE / "make_checkpoints.py", tmp_path, name], check=True, capture_output=True)
+    theirs, ours = tmp_path / name, make_checkpoint(tmp_path / "ours", name)
+    files = sorted(path.name for path in theirs.glob("*.safetensors"))
+    assert files == sorted(path.name for path in ours.glob("*.safetensors"))
+    assert all((theirs / file).read_bytes() == (ours / file).read_bytes() for file in files)
+    index = "model.safetensors.index.json"
+    if (theirs / index).exists():
+        assert json.loads((theirs / index).read_text()) == json.loads((ours / index).read_text())
 
 
 @pytest.fixture(scope="module", params=ORACLE_CASES)
