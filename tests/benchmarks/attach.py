@@ -16,13 +16,12 @@ from typing import Any
 from tests.benchmarks import checkpoints, fresh
 from tests.benchmarks.checkpoints import Written
 from tests.benchmarks.daemon import Daemon, serving
-from tests.benchmarks.machine import meminfo_nbytes
+from tests.benchmarks.machine import SPARE_BYTES, meminfo_nbytes
 from tests.benchmarks.outcome import GIB, Outcome, Settings, Table, Target, milliseconds, ratio, size
 from tests.benchmarks.page_cache import make_cold
 from tests.benchmarks.workspace import Workspace
 
 STRATEGIES = ("file_system", "file_descriptor")
-_SPARE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
 
 def _fitting(sizes: Sequence[int]) -> tuple[list[int], list[str]]:
     """The sizes whose segments fit into memory together, smallest first; and words about the others."""
-    available = min(meminfo_nbytes("MemAvailable"), shutil.disk_usage("/dev/shm").free) - _SPARE_BYTES
+    available = min(meminfo_nbytes("MemAvailable"), shutil.disk_usage("/dev/shm").free) - SPARE_BYTES
     fitting = [total for total, upto in zip(sizes, itertools.accumulate(sizes), strict=True) if upto <= available]
     return fitting, [
-        f"{size(left)} was left out: all sizes together need {size(sum(sizes) + _SPARE_BYTES)} of free memory"
+        f"{size(left)} was left out: all sizes together need {size(sum(sizes) + SPARE_BYTES)} of free memory"
         for left in sizes[len(fitting) :]
     ]
 
@@ -114,12 +113,11 @@ def _shared(
             stack.enter_context(_producing(workspace, strategy, f"{strategy}-{number}", one))
             for number, one in enumerate(written)
         ]
-        options = {"strategy": strategy}
         warm = fresh.call(
-            workspace, "sharing.consumer:repeatedly", addresses=addresses, **options, **_repeats(settings)
+            workspace, "sharing.consumer:repeatedly", addresses=addresses, strategy=strategy, **_repeats(settings)
         )
         alone = [
-            [fresh.call(workspace, "sharing.consumer:once", address=address, **options) for address in addresses]
+            [fresh.call(workspace, "sharing.consumer:once", address=one, strategy=strategy) for one in addresses]
             for _ in range(_fresh_rounds(settings))
         ]
     return _cells(f"torch.multiprocessing, {strategy}", count, sizes, warm, alone)

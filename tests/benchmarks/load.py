@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from tests.benchmarks import checkpoints, fresh
 from tests.benchmarks.checkpoints import Place, Written
+from tests.benchmarks.machine import require_memory
 from tests.benchmarks.outcome import GIB, MIB, Outcome, Settings, Table, Target, gigabytes_per_second, size
-from tests.benchmarks.page_cache import make_cold, make_warm, resident_share
+from tests.benchmarks.page_cache import make_cold, make_warm
 from tests.benchmarks.turns import Turns
 from tests.benchmarks.workspace import Workspace
 
@@ -121,9 +122,9 @@ class Loads:
 
 
 def run(settings: Settings, workspace: Workspace) -> Outcome:
-    written = checkpoints.dense_decoder(
-        workspace.directory / "load", nbytes=int(settings.load_gib * GIB), files=max(2, round(settings.load_gib / 1.5))
-    )
+    nbytes = int(settings.load_gib * GIB)
+    require_memory(3 * nbytes, what="load")  # the files in the page cache, a copy, and buffers of the same size
+    written = checkpoints.dense_decoder(workspace.directory / "load", nbytes=nbytes, files=max(2, nbytes // GIB))
     chosen = [one for one in CONTENDERS if one.installed and (one.quick or not settings.quick)]
     missing = sorted({one.package for one in CONTENDERS if not one.installed and one.package})
     loads = [one for state in STATES for one in _measure(state, chosen, settings, workspace, written)]
@@ -220,9 +221,8 @@ def _table(loads: Sequence[Loads], written: Written, digest: Mapping[str, float]
             spread = f"{min(one.seconds):.2f}–{max(one.seconds):.2f}"
             cells += [f"{one.median_s:.2f}", spread, gigabytes_per_second(one.nbytes, one.median_s), f"{speed:.2f}"]
         rows.append(tuple(cells))
-    columns = ("into memory of its own",) + tuple(
-        f"{state} {what}" for state in STATES for what in ("s", "range", "GB/s", "× ours")
-    )
+    figures = (f"{state} {what}" for state in STATES for what in ("s", "range", "GB/s", "× ours"))
+    columns = ("into memory of its own", *figures)
     return Table(
         f"Load: {size(written.nbytes)} of bf16 in {len(written.files)} files (medians of {len(loads[0].seconds)})",
         columns,

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.outcome import GIB, size
+
+SPARE_BYTES = GIB
+
 _PACKAGES = ("torch", "numpy", "safetensors", "fastsafetensors", "runai-model-streamer", "weightcached")
 
 
@@ -29,6 +33,17 @@ def facts(arguments: Sequence[str]) -> dict[str, Any]:
         "python": sys.version.split()[0],
         **{package: _version(package) for package in _PACKAGES},
     }
+
+
+class TooLittleMemory(RuntimeError):
+    """A benchmark would push the machine, and whatever else runs on it, out of memory."""
+
+
+def require_memory(nbytes: int, *, what: str) -> None:
+    """Refuse to start what needs ``nbytes`` of memory when that much and a GiB beside it is not free."""
+    available = meminfo_nbytes("MemAvailable")
+    if available < nbytes + SPARE_BYTES:
+        raise TooLittleMemory(f"{what} needs {size(nbytes + SPARE_BYTES)} of free memory, there are {size(available)}")
 
 
 def meminfo_nbytes(field: str) -> int:

@@ -1,4 +1,4 @@
-"""(d) First touch of all pages after attach: the time that a mapping saves at attach and takes when it is first used."""
+"""(d) First touch of all pages after attach: time that a mapping saves at attach and takes when it is first used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.benchmarks import checkpoints, fresh
 from tests.benchmarks.daemon import serving
+from tests.benchmarks.machine import require_memory
 from tests.benchmarks.outcome import GIB, Outcome, Settings, Table, milliseconds, size
 from tests.benchmarks.page_cache import make_warm
 from tests.benchmarks.workspace import Workspace
@@ -21,6 +22,7 @@ _WORDS = {
 
 def run(settings: Settings, workspace: Workspace) -> Outcome:
     nbytes = GIB // 2 if settings.quick else 2 * GIB
+    require_memory(2 * nbytes, what="touch")
     written = checkpoints.dense_decoder(workspace.directory / "touch", nbytes=nbytes, files=1)
     rounds = 2 if settings.quick else 7
     with serving(workspace, written.directory, name="touch") as daemon:

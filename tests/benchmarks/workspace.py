@@ -19,7 +19,7 @@ _END_TIMEOUT_S = 30.0
 
 
 class Workspace:
-    """A context manager. ``directory`` is for files of any size, ``runtime_dir`` for sockets (their paths are short)."""
+    """A context manager. ``directory`` is for files of any size, ``runtime_dir`` for sockets: their paths are short."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="weightcached-bench-", dir=parent))

@@ -14,5 +14,5 @@ def result(seconds: float, tensors: Mapping[str, torch.Tensor], sample: str) -> 
     return {
         "seconds": seconds,
         "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "sample": xxh3_128_hexdigest(tensors[sample].contiguous().view(torch.uint8).numpy()),
+        "sample": xxh3_128_hexdigest(tensors[sample].contiguous().view(torch.uint8).numpy().tobytes()),
     }

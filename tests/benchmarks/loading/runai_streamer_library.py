@@ -1,4 +1,4 @@
-"""runai-model-streamer: as it gives tensors (views of buffers that it hands over to the caller), and with a copy each."""
+"""runai-model-streamer: as it gives tensors, views of buffers that it hands over, and with a copy of each."""
 
 from __future__ import annotations
 

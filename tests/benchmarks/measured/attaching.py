@@ -29,7 +29,7 @@ def repeatedly(places: Sequence[dict[str, str]], *, rounds: int, budget_s: float
 
 
 def _attach_all(arguments: dict[str, str]) -> tuple[float, int, int]:
-    """The whole call and every tensor, the first element of the last one read. Config, receipts, connection included."""
+    """The whole call (config, receipts, connection, checks) and every tensor, the last one's first element read."""
     began_s = time.perf_counter()
     weights = attach(arguments["model"], runtime_dir=arguments["runtime_dir"], name=arguments["name"], mode="require")
     tensors = list(weights.values())

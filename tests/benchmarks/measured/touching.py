@@ -67,4 +67,3 @@ def _populate(tensors: Mapping[str, torch.Tensor]) -> float:
     if _libc.madvise(first, last - first, _MADV_POPULATE_READ) != 0:
         raise OSError(ctypes.get_errno(), f"MADV_POPULATE_READ: {os.strerror(ctypes.get_errno())}")
     return time.perf_counter() - began_s
-
