@@ -7,7 +7,8 @@
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied
-    │   └── ManagerUnreachable · InvalidEnvironment
+    │   ├── ManagerUnreachable · InvalidEnvironment
+    │   └── GenerationGone
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
     │   └── UnsupportedModel · InvalidOption
@@ -128,6 +129,12 @@ class InvalidPlace(DeploymentError):
     """The place cannot be a daemon's: path too long, not a socket, a dangling link, no permission."""
 
     code = "invalid_place"
+
+
+class GenerationGone(DeploymentError):
+    """The place serves another generation now. What this engine has mapped stays valid, and nobody else is given it."""
+
+    code = "generation_gone"
 
 
 class PlaceTaken(DeploymentError):

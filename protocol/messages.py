@@ -50,6 +50,29 @@ class Hello(Message):
     want: ShortText
     """``checkpoint``, ``current``, or a version."""
     wait_s: Annotated[float, Field(ge=0, le=WAIT_MAX_S, allow_inf_nan=False)]
+    disk_fallbacks: Count = 0
+    """How often this process loaded from disk because it found no daemon: nobody else could tell."""
+
+
+class Resume(Message):
+    """A client that holds a generation already asks for a lease of it, on a new connection: the keeper was restarted.
+
+    Answered with a :class:`Grant` that carries no descriptors, or ``Refused``: ``generation_gone`` when another
+    generation is served here now.
+    """
+
+    client_version: ShortText
+    name: ShortText
+    pid: Count
+    generation: Hex32
+    manifest_sha256: Hex64
+    disk_fallbacks: Count = 0
+
+
+class Release(Message):
+    """Give up the weights and the place: empty the vault, remove the socket file, stop. Answered with
+    :class:`Released`. Only root and the daemon's own user may say it.
+    """
 
 
 class Status(Message):
@@ -88,7 +111,8 @@ class SegmentInfo(Message):
 
 
 class Grant(Message):
-    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order.
+    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order. As the answer
+    to :class:`Resume` it carries none: the client has them.
 
     ``version`` is the best known; ``receipts_version`` is the one that stood in before the content digest was known, so
     that two ranks that attached on either side of that moment still have one thing to compare.
@@ -139,6 +163,23 @@ class Pong(Message):
     token: Count
 
 
+class Event(Message):
+    """Said unasked on a lease. ``published``: ``generation`` is what engines are granted from now on. ``draining``: the
+    daemon stops, the weights in use stay valid. ``failed``: it could not do what it was about to, and why.
+    """
+
+    kind: Literal["published", "draining", "failed"]
+    generation: Hex32 | None
+    message: LongText
+
+
+class Released(Message):
+    """The place is given up: no weights are cached here any more, and the daemon ends."""
+
+    generations: Count
+    resident_nbytes: Count
+
+
 class LeaseInfo(Message):
     """One open lease, for people."""
 
@@ -146,6 +187,14 @@ class LeaseInfo(Message):
     uid: Count
     name: ShortText
     age_s: Seconds
+    silent_s: Seconds = 0.0
+    """Since the engine was last heard: it gives a sign of life every few seconds."""
+
+
+VaultState = Literal["none", "unproven", "kept", "dropped"]
+"""What happens to the weights when the keeper dies. ``kept``: they outlive it, which was proven. ``unproven``: the
+service manager was given them, and does not say whether it keeps them. ``dropped``: it did not keep them. ``none``: no
+service manager with a store, or nothing to keep yet."""
 
 
 class Report(Message):
@@ -183,7 +232,30 @@ class Report(Message):
     """Seconds per stage of the last load."""
     bytes_read: Count
     attaches: dict[str, Count]
-    """Attach attempts by outcome: ``granted`` or the code they were refused with."""
+    """Attach attempts by outcome: ``granted``, ``resumed``, or the code they were refused with."""
+    vault: VaultState = "none"
+    vault_reason: LongText | None = None
+    """Why it is not ``kept``."""
+    proven: bool = False
+    """Whether the files on disk were seen to be what is served, by this keeper or, unchanged since, by the one that
+    loaded them."""
+    unproven_reason: LongText | None = None
+    """Why adopted weights are not proven (yet). They are served all the same."""
+    generations: Count = 0
+    """How many are held, quarantined ones included."""
+    quarantined: Annotated[tuple[Hex32, ...], Field(strict=False)] = ()
+    """Held, but not served: their adoption failed too often."""
+    quarantined_nbytes: Count = 0
+    starts: Count = 0
+    """Keepers that have held this vault, this one included."""
+    adoptions: Count = 0
+    """How often weights were adopted from this vault."""
+    adoption_seconds: Seconds | None = None
+    """From the start of this keeper until it served what it adopted; ``None`` when it loaded."""
+    heartbeat_age_s: Seconds = 0.0
+    """Since the most silent of all open leases was heard."""
+    disk_fallbacks: Count = 0
+    """What clients said about loading from disk because they found no daemon."""
 
 
 @dataclass(frozen=True)
@@ -208,10 +280,16 @@ class Dialect:
         raise ValueError(f"{type(message).__name__} does not travel {self.name}")
 
 
-CLIENT_TO_DAEMON = Dialect("client to daemon", {1: Hello, 2: Status, 3: Ping}, CLIENT_BODY_MAX_BYTES, 0, 4 * 1024)
+CLIENT_TO_DAEMON = Dialect(
+    "client to daemon",
+    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release},
+    CLIENT_BODY_MAX_BYTES,
+    0,
+    4 * 1024,
+)
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
-    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong},
+    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released},
     DAEMON_BODY_MAX_BYTES,
     GRANT_FDS_MAX,
     256 * 1024,

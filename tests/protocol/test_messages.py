@@ -19,6 +19,7 @@ from weightcached.protocol.messages import (
     Ping,
     Pong,
     Refused,
+    Resume,
     SegmentInfo,
     Status,
 )
@@ -116,6 +117,21 @@ def test_what_the_fields_of_a_hello_may_hold(field: str, good: list[object], bad
 def test_what_the_fields_of_a_grant_may_hold(field: str, good: list[object], bad: list[object]) -> None:
     assert [value for value in good if not allowed(Grant, GRANT, field, value)] == []
     assert [value for value in bad if allowed(Grant, GRANT, field, value)] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("generation", ["0" * 32], ["0" * 31, "0" * 64, "", None]),
+        ("manifest_sha256", ["f" * 64], ["f" * 32, "F" * 64, None]),
+        ("disk_fallbacks", [0, 7], [-1, None, 1.0, True]),
+        ("pid", [0], [-1, None]),
+    ],
+)
+def test_what_the_fields_of_a_resume_may_hold(field: str, good: list[object], bad: list[object]) -> None:
+    honest = {"client_version": "0", "name": "e", "pid": 1, "generation": "a" * 32, "manifest_sha256": "c" * 64}
+    assert [value for value in good if not allowed(Resume, honest, field, value)] == []
+    assert [value for value in bad if allowed(Resume, honest, field, value)] == []
 
 
 def test_a_refusal_needs_a_code_and_a_message_and_its_texts_are_limited() -> None:
