@@ -1,11 +1,12 @@
 """The table from parameter names to places in segments, and how it becomes bytes.
 
 Owns :class:`Row`, :class:`ManifestMeta`, the encoding and its checks. Pure: memory is the memory kinds' business.
-The worker encodes, the client decodes; the keeper passes the bytes on and never decodes rows.
+The worker encodes, the client decodes; the keeper passes the bytes on and reads the meta of one that it adopts, but
+never decodes rows.
 
-The encoding is one msgpack map: ``format``, ``meta``, ``accounting`` (a msgpack map kept as bytes, decoded when asked
-for), ``names``, ``dtypes`` and ``columns``. Numeric columns are packed little-endian arrays, because 100,000 rows as
-lists or maps decode three to twenty times slower. Rows are made when they are asked for.
+The encoding is one msgpack map, in this order: ``format``, ``meta``, ``accounting`` (a msgpack map kept as bytes,
+decoded when asked for), ``names``, ``dtypes`` and ``columns``. Numeric columns are packed little-endian arrays, because
+100,000 rows as lists or maps decode three to twenty times slower. Rows are made when they are asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -29,6 +30,9 @@ from weightcached.protocol.messages import Count, Hex32, Hex64, Seconds, ShortTe
 
 FORMAT = 1
 MANIFEST_MAX_BYTES = 512 * 1024 * 1024
+META_MAX_BYTES = 32 * 1024 * 1024
+"""Twice the largest ``config.json``, which it holds."""
+_META_READ_BYTES = 16 * 1024
 ALIGNMENT_BYTES = 256
 DIGEST_BYTES = 16
 
@@ -246,10 +250,7 @@ class Manifest:
             )
         if top.keys() != wanted:
             raise _bad("wrong fields", expected=sorted(wanted), found=sorted(map(str, top)))
-        try:
-            meta = ManifestMeta.model_validate(top["meta"])
-        except (ValidationError, RecursionError) as error:
-            raise _bad("meta is not valid", found=str(error)[:500]) from error
+        meta = _meta(top["meta"])
         names, dtypes = _strings("names", top["names"]), _strings("dtypes", top["dtypes"])
         if unknown := [name for name in dtypes if name not in DTYPES]:
             raise _bad("unknown dtype", found=unknown)
@@ -259,6 +260,27 @@ class Manifest:
         manifest = cls(meta, names, dtypes, columns, digests, top["accounting"])
         manifest._check()
         return manifest
+
+    @staticmethod
+    def decode_meta(file: BinaryIO) -> ManifestMeta:
+        """Only what is said about the generation as a whole, from ``file``'s position on. Rows are not even read, so
+        the cost does not grow with them: this is for the keeper. Raises TransferError; OSError passes through.
+        """
+        unpacker = msgpack.Unpacker(
+            file, read_size=_META_READ_BYTES, max_buffer_size=META_MAX_BYTES, strict_map_key=True, max_ext_len=0
+        )
+        try:
+            unpacker.read_map_header()
+            found = []
+            for wanted in ("format", "meta"):
+                if (key := unpacker.unpack()) != wanted:
+                    raise _bad("wrong fields", expected=wanted, found=str(key)[:100])
+                found.append(unpacker.unpack())
+                if found[0] != FORMAT:
+                    raise _bad("unknown format", expected=FORMAT, found=str(found[0])[:100])
+        except (ValueError, msgpack.UnpackException, RecursionError) as error:
+            raise _bad("not msgpack", found=f"{type(error).__name__}: {error}"[:200]) from error
+        return _meta(found[1])
 
     def _check(self) -> None:
         columns, count = self._columns, len(self.names)
@@ -390,6 +412,13 @@ class Manifest:
         """Bytes of all parameters, each place once."""
         pairs = zip(self._columns["nbytes"], self._columns["alias"], strict=True)
         return sum(nbytes for nbytes, alias in pairs if alias == _NO_ALIAS)
+
+
+def _meta(value: object) -> ManifestMeta:
+    try:
+        return ManifestMeta.model_validate(value)
+    except (ValidationError, RecursionError) as error:
+        raise _bad("meta is not valid", found=str(error)[:500]) from error
 
 
 def _strings(name: str, value: object) -> list[str]:

@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import io
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -102,6 +103,58 @@ def test_rows_come_back_as_they_went_in(placed) -> None:
     for row in rows:
         geometry = decoded.geometry(row.name)
         assert geometry._asdict() == {name: getattr(row, name) for name in geometry._fields}
+
+
+class CountedFile(io.BytesIO):
+    """How much of it was read."""
+
+    nbytes = 0
+
+    def read(self, nbytes: int | None = -1, /) -> bytes:
+        data = super().read(nbytes)
+        self.nbytes += len(data)
+        return data
+
+
+def test_the_meta_can_be_had_without_reading_rows() -> None:
+    rows = [row_of(f"layer.{number}", offset=256 * number) for number in range(20_000)]
+    data = encode_manifest(meta_of(256 * len(rows)), rows, ACCOUNTING)
+    file = CountedFile(data)
+    assert Manifest.decode_meta(file) == meta_of(256 * len(rows))
+    assert file.nbytes < len(data) / 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda top: {"format": 2, **{key: value for key, value in top.items() if key != "format"}},
+        lambda top: {"meta": top["meta"], **top},
+        lambda top: {**top, "meta": {**top["meta"], "surprise": 1}},
+        lambda top: {**top, "meta": [1]},
+        lambda top: {},
+        lambda top: [1, 2],
+        lambda top: 7,
+    ],
+)
+def test_a_meta_that_is_not_one_is_a_transfer_error(changed: Callable[[dict[str, Any]], object]) -> None:
+    top = msgpack.unpackb(encode_manifest(meta_of(24), [row_of("a")], ACCOUNTING))
+    with pytest.raises(TransferError, match="bad manifest"):
+        Manifest.decode_meta(io.BytesIO(msgpack.packb(changed(top))))
+
+
+def test_a_meta_over_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "META_MAX_BYTES", 20_000)
+    meta = meta_of(24).model_copy(update={"scalars": {"long": "x" * 200_000}})
+    with pytest.raises(TransferError, match="BufferFull"):
+        Manifest.decode_meta(io.BytesIO(encode_manifest(meta, [row_of("a")], ACCOUNTING)))
+
+
+@given(st.binary(max_size=200), st.integers(0, 400))
+def test_no_bytes_make_the_meta_reader_raise_anything_else(noise: bytes, cut: int) -> None:
+    honest = encode_manifest(meta_of(24), [row_of("a")], ACCOUNTING)
+    for data in (noise, honest[:cut] + noise):
+        with suppress(TransferError):
+            Manifest.decode_meta(io.BytesIO(data))
 
 
 def test_a_name_that_is_not_there_is_a_key_error() -> None:
