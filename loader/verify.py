@@ -1,0 +1,87 @@
+"""Are the resident bytes those that the manifest describes? A process that hashes every parameter where it lies.
+
+``python -P -m weightcached.loader.verify --manifest FD --segment FD …`` is what the keeper runs before it serves what it
+adopted, when it was told ``--verify-on-adopt``. It reads a segment at memory speed through read-only mappings, with a
+few threads, and answers with one line of JSON: what it looked at, and the names of parameters whose bytes are not those
+that were published. It changes nothing and reads no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import xxhash
+
+from weightcached.protocol.errors import TransferError, WeightCacheError
+from weightcached.protocol.manifest import Manifest, Row
+from weightcached.protocol.memory import host
+from weightcached.protocol.processes import die_with_parent
+
+THREADS_MAX = 4
+NAMES_MAX = 20
+"""Of parameters that differ, in an answer; their number is in it too."""
+
+
+def verify(manifest_fd: int, segment_fds: Sequence[int]) -> dict[str, Any]:
+    """Hash every row's extent. Blocks for one pass over the segments. The descriptors stay the caller's.
+
+    Raises TransferError when the manifest and the segments do not even fit together.
+    """
+    started_s = time.monotonic()
+    manifest = Manifest.decode(os.pread(manifest_fd, os.fstat(manifest_fd).st_size, 0))
+    nbytes = manifest.meta.segments_nbytes
+    if len(nbytes) != len(segment_fds):
+        raise TransferError("another number of segments", expected=len(nbytes), found=len(segment_fds))
+    rows = [row for row in manifest if row.alias_of is None]
+    with ExitStack() as held:
+        segments = []
+        for number, (fd, size) in enumerate(zip(segment_fds, nbytes, strict=True)):
+            host.verify(fd, nbytes=size, what=f"segment {number}")
+            segments.append(held.enter_context(closing(host.map_readonly(fd, nbytes=size))).view())
+
+        def differs(row: Row) -> bool:
+            hasher = xxhash.xxh3_128()  # its `update` lets other threads run meanwhile, the one-shot function does not
+            hasher.update(segments[row.segment][row.offset : row.offset + row.nbytes])
+            return hasher.digest() != row.digest
+
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), THREADS_MAX)) as threads:
+            verdicts = threads.map(differs, rows)
+            differing = [row.name for row, different in zip(rows, verdicts, strict=True) if different]
+        segments.clear()  # no view may be left when they are unmapped
+    return {
+        "rows": len(rows),
+        "nbytes": sum(row.nbytes for row in rows),
+        "differing": differing[:NAMES_MAX],
+        "differing_count": len(differing),
+        "seconds": round(time.monotonic() - started_s, 6),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """One line of JSON on standard output: what :func:`verify` found, or ``{"error": …}`` with exit status 1."""
+    parser = argparse.ArgumentParser(prog="python -m weightcached.loader.verify", description=__doc__)
+    parser.add_argument("--manifest", type=int, required=True, metavar="FD")
+    parser.add_argument("--segment", type=int, action="append", default=[], metavar="FD")
+    parser.add_argument("--die-with-parent", type=int, metavar="PID")
+    given = parser.parse_args(argv)
+    if given.die_with_parent is not None:
+        die_with_parent(given.die_with_parent)
+    try:
+        answer = verify(given.manifest, given.segment)
+    except WeightCacheError as error:
+        print(json.dumps({"error": error.as_fields()}), flush=True)
+        return 1
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
