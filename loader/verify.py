@@ -1,9 +1,9 @@
 """Are the resident bytes those that the manifest describes? A process that hashes every parameter where it lies.
 
-``python -P -m weightcached.loader.verify --manifest FD --segment FD …`` is what the keeper runs before it serves what it
-adopted, when it was told ``--verify-on-adopt``. It reads a segment at memory speed through read-only mappings, with a
-few threads, and answers with one line of JSON: what it looked at, and the names of parameters whose bytes are not those
-that were published. It changes nothing and reads no checkpoint.
+``python -P -m weightcached.loader.verify --manifest FD --segment FD …`` is what the keeper runs before it serves what
+it adopted, when it was told ``--verify-on-adopt``. It reads a segment at memory speed through read-only mappings, with
+a few threads, and answers with one line of JSON: what it looked at, and the names of parameters whose bytes are not
+those that were published. It changes nothing and reads no checkpoint.
 """
 
 from __future__ import annotations
