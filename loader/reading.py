@@ -10,7 +10,8 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from weightcached.loader.slabs import Read, Slab
+from weightcached.loader.planned import LoadPlan, PartKind
+from weightcached.loader.slabs import Read, Slab, reads_of
 from weightcached.protocol.errors import CheckpointError, TruncatedFile
 
 ALONE_NBYTES = 64 << 10
@@ -101,6 +102,18 @@ class Reader:
             some = targets[first : first + step]
             vectors = [view for target in some for view in (target, gap)][:-1] if gap else some
             yield read.offset + first * pitch, vectors
+
+
+def requested_nbytes(plan: LoadPlan) -> dict[PartKind, int]:
+    """Bytes of the files that carrying out the plan asks for, by part kind; at most, and known from headers alone.
+
+    Cutting a strided parameter into slabs saves the gap at the end of each.
+    """
+    requested: dict[PartKind, int] = {}
+    for parameter in plan.parameters:
+        nbytes = sum(nbytes for read in reads_of(parameter) for _, nbytes in spans(read))
+        requested[parameter.part_kind] = requested.get(parameter.part_kind, 0) + nbytes
+    return requested
 
 
 def spans(read: Read) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces
+from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
 from weightcached.loader.planned import Copy, PlannedParameter, QuantizeFp8, TensorHeader
 from weightcached.protocol.dtypes import itemsize_bytes
 
@@ -78,6 +78,13 @@ def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Ite
         is_contiguous(copy.source, copy.tensor.shape) for copy in parameter.copies
     )
     return _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+
+
+def reads_of(parameter: PlannedParameter) -> Iterator[Read]:
+    """All that is read for the parameter, as if it were one slab: for counting bytes before anything is read."""
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    for copy in parameter.copies:
+        yield from _reads(copy, copy.destination, whole(parameter.shape), itemsize)
 
 
 def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
@@ -202,8 +209,8 @@ def _source_of(copy: Copy, part: Box) -> Box:
     long = iter(
         [
             (offset, extent)
-            for offset, extent, whole in zip(offsets, part.shape, copy.destination.shape, strict=True)
-            if whole != 1
+            for offset, extent, full in zip(offsets, part.shape, copy.destination.shape, strict=True)
+            if full != 1
         ]
     )
     axes = [(0, 1) if extent == 1 else next(long) for extent in copy.source.shape]
