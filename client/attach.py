@@ -93,7 +93,7 @@ def attach(
 
     An absent socket is waited for up to ``wait_for_daemon_s``. ``cache_dir`` is where digests are remembered.
     ``allow_uids`` and ``allow_gids`` are trusted beside root and ourselves, ``trusted_filesystems`` beside the known
-    ones. ``progress`` is called in this thread with every report on a load.
+    ones. ``progress`` is called with every report on a load, by one thread at a time.
 
     Raises the errors of ``weightcached.protocol.errors``; no descriptor, mapping or thread is left then.
     """
