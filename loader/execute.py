@@ -75,6 +75,7 @@ def execute(
     segment: int,
     *,
     threads: int | None = None,
+    slab_nbytes: int = SLAB_NBYTES,
     progress: Progress | None = None,
 ) -> Executed:
     """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
@@ -83,7 +84,7 @@ def execute(
     stopped. Raises TruncatedFile or CheckpointError (unreadable, or not finite where it must be) naming file and
     tensor, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
     """
-    team = _Team(placement, Reader(files), segment, progress)
+    team = _Team(placement, Reader(files), segment, slab_nbytes, progress)
     team.run(default_threads() if threads is None else threads)
     return team.executed()
 
@@ -99,13 +100,15 @@ class _Digest:
 class _Team:
     """The threads' shared state. ``_lock`` guards all of it, but a hasher belongs to the thread whose turn it is."""
 
-    def __init__(self, placement: Placement, reader: Reader, segment: int, progress: Progress | None) -> None:
-        self._placement = placement
+    def __init__(
+        self, placement: Placement, reader: Reader, segment: int, slab_nbytes: int, progress: Progress | None
+    ) -> None:
         self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
         self._reader = reader
         self._segment = segment
+        self._slab_nbytes = slab_nbytes
         self._pending: Iterator[Slab] = itertools.chain.from_iterable(
-            slabs(placed.parameter) for placed in placement.placed
+            slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
         )
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
@@ -119,15 +122,19 @@ class _Team:
     def run(self, threads: int) -> None:
         """Work with so many threads to the end. Raises the first failure, when all of them have stopped."""
         team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
-        for thread in team:
-            thread.start()
+        started = []
         try:
             for thread in team:
+                thread.start()
+                started.append(thread)
+            for thread in started:
                 thread.join()
         except BaseException as interruption:
             self._fail(interruption)
-            for thread in team:
+            for thread in started:
                 thread.join()
+            if isinstance(interruption, RuntimeError):  # what Python says when the system gives it no thread
+                raise InsufficientMemory("cannot start a thread to load with", found=interruption) from interruption
             raise
         if self._failure is not None:
             raise self._failure
@@ -139,7 +146,7 @@ class _Team:
         return Executed(digests, self._traffic)
 
     def _work(self) -> None:
-        buffer = memoryview(mmap.mmap(-1, SLAB_NBYTES))
+        buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
             while (slab := self._claim()) is not None:
                 if len(buffer) < slab.source_nbytes:

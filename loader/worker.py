@@ -33,7 +33,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host
-from weightcached.protocol.messages import AccountingCounts
+from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
@@ -47,8 +47,6 @@ from weightcached.protocol.worker_messages import (
 )
 
 log = logging.getLogger(__name__)
-
-_TEXT_MAX_CHARACTERS = 4096
 
 # What another attempt may not meet again: a network file system's bad moment, memory that somebody else gives back.
 _TRANSIENT_ERRNOS = frozenset(
@@ -137,7 +135,7 @@ def _planned(checkpoint: Checkpoint, prepared: pipeline.Prepared) -> Planned:
         receipts=receipts.sha256,
         receipts_trusted=receipts.trusted,
         receipts_young=receipts.is_young(),
-        receipts_rule=_shortened(receipts.rule),
+        receipts_rule=shortened(receipts.rule),
         accounting=AccountingCounts(
             expected=len(accounting.expected),
             loaded=len(accounting.loaded),
@@ -187,7 +185,7 @@ def _report(failure: Exception) -> Failed:
     transient = isinstance(error, CheckpointChanged | InsufficientMemory) or (
         isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS
     )
-    fields = {name: _shortened(text) for name, text in error.as_fields().items() if text is not None}
+    fields = {name: shortened(text) for name, text in error.as_fields().items() if text is not None}
     return Failed.model_validate({**fields, "transient": transient})
 
 
@@ -207,12 +205,6 @@ def _as_weightcache_error(failure: Exception) -> WeightCacheError:
         found=f"{type(failure).__name__}: {failure}",
         next_step="report this, with the daemon's log",
     )
-
-
-def _shortened(text: str) -> str:
-    """``text`` within what a frame's field may hold; what UTF-8 cannot say is escaped."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _TEXT_MAX_CHARACTERS else text[: _TEXT_MAX_CHARACTERS - 1] + "…"
 
 
 if __name__ == "__main__":
