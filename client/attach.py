@@ -25,7 +25,7 @@ from weightcached.client.lease import Lease
 from weightcached.client.transfer import import_grant
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.config import CacheConfig, build_config
+from weightcached.protocol.config import CacheConfig, Provenance, abbreviated, build_config
 from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.digest_cache import HEX
@@ -93,7 +93,7 @@ def attach(
 
     An absent socket is waited for up to ``wait_for_daemon_s``. ``cache_dir`` is where digests are remembered.
     ``allow_uids`` and ``allow_gids`` are trusted beside root and ourselves, ``trusted_filesystems`` beside the known
-    ones. ``progress`` is called in this thread with every report on a load.
+    ones. ``progress`` is called with every report on a load, by one thread at a time.
 
     Raises the errors of ``weightcached.protocol.errors``; no descriptor, mapping or thread is left then.
     """
@@ -140,8 +140,9 @@ def _from_daemon(
 ) -> WeightSet | None:
     """Weights from the place's daemon; None where the place is absent. One that dies while it loads is waited for."""
     where = str(place.socket_path)
-    request = Request(wanted.config, wanted.want, engine_name, os.getpid(), _client_version(), where)
-    evidence = wanted.evidence()
+    entries = abbreviated(wanted.config.entries())
+    request = Request(wanted.config, entries, wanted.want, engine_name, os.getpid(), _client_version(), where)
+    mine, evidence = provenance.ours(wanted.model_dir), wanted.evidence()
 
     def proven(evidence: Evidence) -> Evidence:
         also_trusted = wanted.also_trusted
@@ -159,7 +160,7 @@ def _from_daemon(
             if wanted.want == "checkpoint" and evidence.empty:
                 raise _nothing_to_prove_with(wanted.model_dir)
             frame = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
-            return _granted(channel, frame, wanted, where)
+            return _granted(channel, frame, wanted, mine, where)
         except ConnectionLost as error:
             channel.close()
             lost = lost or error  # the first: a daemon that is dying takes connections that it will never answer
@@ -172,7 +173,7 @@ def _from_daemon(
             raise
 
 
-def _granted(channel: Channel, frame: Frame, wanted: _Content, where: str) -> WeightSet:
+def _granted(channel: Channel, frame: Frame, wanted: _Content, mine: Provenance | None, where: str) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
     grant = frame.message
     if not isinstance(grant, Grant):
@@ -180,7 +181,7 @@ def _granted(channel: Channel, frame: Frame, wanted: _Content, where: str) -> We
     mapped = import_grant(grant, frame.fds, fingerprint=wanted.config.fingerprint, where=where)
     try:
         _require_wanted(grant, wanted, where)
-        provenance.compare(wanted.model_dir, grant.provenance, where=where)
+        provenance.compare(mine, grant.provenance, where=where)
         lease = Lease(channel, generation=grant.generation, nonce=grant.nonce, where=where)
     except BaseException:
         mapped.close()

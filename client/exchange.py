@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from weightcached.client.evidence import Evidence
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.config import CacheConfig, abbreviated, explain_differences
+from weightcached.protocol.config import CacheConfig, explain_differences
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
@@ -55,6 +56,8 @@ class Request:
     """What an attach asks for, apart from the evidence of content. ``where`` names the daemon's socket in errors."""
 
     config: CacheConfig
+    entries: Mapping[str, Any]
+    """The config's entries, abbreviated: made before connecting, because a connection should not wait for it."""
     want: str
     engine_name: str
     pid: int
@@ -66,7 +69,7 @@ class Request:
             client_version=self.client_version,
             name=self.engine_name,
             pid=self.pid,
-            config=abbreviated(self.config.entries()),
+            config=dict(self.entries),
             fingerprint=self.config.fingerprint,
             receipts=evidence.receipts,
             receipts_trusted=evidence.receipts_trusted,

@@ -17,26 +17,28 @@ from weightcached.protocol.config import Provenance, provenance_of
 logger = logging.getLogger("weightcached.client")
 
 
-def compare(model_dir: Path, theirs: Provenance, *, where: str) -> None:
-    """Log what differs between the daemon's provenance and ours: a warning, or for host and path an information."""
+def ours(model_dir: Path) -> Provenance | None:
+    """What is here to compare with. None, and a warning, where it cannot be looked at."""
     try:
-        ours = _remembered(model_dir, _stamp(model_dir))
+        return _remembered(model_dir, _stamp(model_dir))
     except OSError as error:
-        logger.warning("the tokenizer beside %s cannot be compared with the daemon's: %s", model_dir, error)
+        logger.warning("the tokenizer in %s cannot be compared with the daemon's: %s", model_dir, error)
+        return None
+
+
+def compare(mine: Provenance | None, theirs: Provenance, *, where: str) -> None:
+    """Log what differs between the daemon's provenance and ours: a warning, or for host and path an information."""
+    if mine is None:
         return
-    for what, mine, daemons in (
-        ("tokenizer", ours.tokenizer_sha256, theirs.tokenizer_sha256),
-        ("revision", ours.revision, theirs.revision),
+    for what, our, their in (
+        ("tokenizer", mine.tokenizer_sha256, theirs.tokenizer_sha256),
+        ("revision", mine.revision, theirs.revision),
     ):
-        if mine != daemons:
+        if our != their:
             logger.warning(
-                "the daemon at %s has the same weights with another %s: daemon %s, engine %s",
-                where,
-                what,
-                daemons,
-                mine,
+                "the daemon at %s has the same weights with another %s: daemon %s, engine %s", where, what, their, our
             )
-    if (ours.host, ours.path) != (theirs.host, theirs.path):
+    if (mine.host, mine.path) != (theirs.host, theirs.path):
         logger.info("the daemon at %s loaded %s on %s", where, theirs.path, theirs.host)
 
 

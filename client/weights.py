@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weightcached.client.lease import Lease
 from weightcached.protocol.errors import TransferError, UnsupportedModel
-from weightcached.protocol.manifest import Geometry, Manifest, ManifestMeta, NameAccounting
+from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
 from weightcached.protocol.memory import host
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
         tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors.setdefault(name, self._make(name))
-        return tensor
+        if tensor is not None:
+            return tensor
+        return self._tensors.setdefault(name, self._make(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.names)
@@ -135,22 +135,22 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         return segments
 
     def _make(self, name: str) -> torch.Tensor:
-        geometry = self.manifest.geometry(name)
-        if geometry.alias_of is not None:
-            return self[geometry.alias_of]  # the manifest has checked that it is the very same place and form
-        view, itemsize = self._views.get((geometry.segment, geometry.dtype)) or self._view(geometry)
-        return view.as_strided(geometry.shape, geometry.stride, geometry.offset // itemsize)
+        segment, offset, _, shape, stride, dtype, alias_of = self.manifest.geometry(name)
+        if alias_of is not None:
+            return self[alias_of]  # the manifest has checked that it is the very same place and form
+        view, itemsize = self._views.get((segment, dtype)) or self._view(segment, dtype)
+        return view.as_strided(shape, stride, offset // itemsize)
 
-    def _view(self, geometry: Geometry) -> tuple[torch.Tensor, int]:
+    def _view(self, number: int, dtype_name: str) -> tuple[torch.Tensor, int]:
         """A segment as elements of one dtype; bytes at its end that are less than an element belong to no parameter."""
         import torch
 
-        segment = self._open()[geometry.segment]
-        dtype = getattr(torch, geometry.dtype, None)
+        segment = self._open()[number]
+        dtype = getattr(torch, dtype_name, None)
         if dtype is None:
             raise UnsupportedModel(
                 "this release of torch does not have a dtype of these weights",
-                expected=geometry.dtype,
+                expected=dtype_name,
                 found=f"torch {torch.__version__}",
                 next_step="install a newer torch",
             )
@@ -159,4 +159,4 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         else:
             base = torch.empty(0, dtype=torch.uint8)
         whole = base[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        return self._views.setdefault((geometry.segment, geometry.dtype), (whole, dtype.itemsize))
+        return self._views.setdefault((number, dtype_name), (whole, dtype.itemsize))

@@ -127,7 +127,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 progress.update("seal")
                 await worker.seal(memory)
                 sha256 = await _sha256(manifest[0], nbytes=done.manifest_nbytes)
-                await worker.finish()
+                # The worker has said all it had to say: the block's end ends it, and nobody waits for its exit.
                 return Generation(
                     id=generation_id,
                     config=request.config,

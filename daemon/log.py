@@ -56,13 +56,12 @@ def configure(*, format_name: str, level: str, place: str) -> None:
         from pythonjsonlogger.json import JsonFormatter
 
         formatter: logging.Formatter = JsonFormatter(
-            "%(asctime)s %(levelname)s %(name)s %(message)s",
-            rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
-            datefmt="%Y-%m-%dT%H:%M:%S",
+            "%(levelname)s %(name)s %(message)s",
+            rename_fields={"levelname": "level", "name": "logger"},
+            timestamp="time",
             json_default=str,
             static_fields={"place": place},
         )
-        formatter.converter = time.gmtime
         handler.setFormatter(formatter)
     else:
         handler.setFormatter(TextFormatter())

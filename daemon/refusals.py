@@ -12,17 +12,10 @@ import msgpack
 
 from weightcached.protocol.config import CacheConfig, abbreviated, differing_entries
 from weightcached.protocol.errors import ERRORS_BY_CODE, CacheConfigMismatch, ProtocolError, WeightCacheError
-from weightcached.protocol.messages import DifferingField, Hello, Refused
+from weightcached.protocol.messages import DifferingField, Hello, Refused, shortened
 
-TEXT_MAX_CHARACTERS = 4096
 VALUES_MAX_BYTES = 512 * 1024
 _NAME_MAX_CHARACTERS = 1024
-
-
-def shortened(text: str) -> str:
-    """``text``, cut to what a frame's field may hold; what JSON can say but UTF-8 cannot is escaped."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= TEXT_MAX_CHARACTERS else text[: TEXT_MAX_CHARACTERS - 1] + "…"
 
 
 def refusal(error: WeightCacheError) -> Refused:

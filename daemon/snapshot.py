@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from weightcached.daemon.record import Record
-from weightcached.daemon.refusals import shortened
-from weightcached.protocol.messages import Report
+from weightcached.protocol.messages import Report, shortened
 
 DAEMON_VERSION = version("weightcached")
 _SHORT_MAX_CHARACTERS = 1024

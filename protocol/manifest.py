@@ -54,6 +54,9 @@ _COLUMNS = {
 }
 _FLAT_COLUMNS = {"dims": "Q", "strides": "q"}
 
+_Form = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Shape, stride, dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -225,14 +228,14 @@ class Manifest:
         self.names: Sequence[str] = names
         self._position = {name: number for number, name in enumerate(names)}
         self._dtypes = dtypes
-        self._checked_forms: dict[tuple[tuple[int, ...], tuple[int, ...], str], int] = {}
         self._columns = columns
         self._digests = digests
         self._accounting = accounting
-        self._first_dim = [0, *itertools.accumulate(columns["ndim"])]
-        self._geometry_columns = tuple(
-            columns[name] for name in ("segment", "offset", "nbytes", "dtype", "alias", "dims", "strides")
-        )
+        self._dims, self._strides = (columns[name].tobytes() for name in _FLAT_COLUMNS)
+        self._dims_start = [0, *(8 * end for end in itertools.accumulate(columns["ndim"]))]
+        """Where each row's part of both begins, in bytes."""
+        self._forms: dict[tuple[bytes, bytes, int, int], _Form] = {}
+        self._geometry_columns = tuple(columns[name] for name in ("segment", "offset", "nbytes", "dtype", "alias"))
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
@@ -286,7 +289,7 @@ class Manifest:
         columns, count = self._columns, len(self.names)
         if len(self._position) != count:
             raise _bad("a name stands twice")
-        flat = self._first_dim[-1]
+        flat = self._dims_start[-1] // 8
         for name in _FLAT_COLUMNS:
             if len(columns[name]) != flat:
                 raise _bad(f"column {name} does not match ndim", expected=flat, found=len(columns[name]))
@@ -351,30 +354,32 @@ class Manifest:
         )
 
     def _geometry(self, number: int) -> Geometry:
-        segments, offsets, extents, dtypes, aliases, dims, strides = self._geometry_columns
-        first, last = self._first_dim[number], self._first_dim[number + 1]
-        alias, nbytes = aliases[number], extents[number]
-        form = shape, stride, dtype = tuple(dims[first:last]), tuple(strides[first:last]), self._dtypes[dtypes[number]]
-        if self._checked_forms.get(form) != nbytes:
-            self._checked_forms[form] = self._checked_nbytes(*form, nbytes=nbytes, where=self.names[number])
+        segments, offsets, extents, dtypes, aliases = self._geometry_columns
+        first, last = self._dims_start[number], self._dims_start[number + 1]
+        key = (self._dims[first:last], self._strides[first:last], dtypes[number], extents[number])
+        shape, stride, dtype = self._forms.get(key) or self._checked_form(key, number)
+        alias = aliases[number]
         target = None if alias == _NO_ALIAS else self.names[alias]
-        geometry = Geometry(segments[number], offsets[number], nbytes, shape, stride, dtype, target)
+        # A named tuple's own constructor would cost as much as all the rest.
+        geometry = tuple.__new__(Geometry, (segments[number], offsets[number], key[3], shape, stride, dtype, target))
         if target is not None:
             self._check_alias(geometry, number, alias)
         return geometry
 
-    def _checked_nbytes(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, *, nbytes: int, where: str
-    ) -> int:
-        """``nbytes``, if a row of this form has exactly so many. Layers repeat forms, so each is checked once."""
+    def _checked_form(self, key: tuple[bytes, bytes, int, int], number: int) -> _Form:
+        """Shape, stride and dtype behind ``key``, if they need exactly its bytes. Layers repeat forms: made once."""
+        dims, strides, dtype_number, nbytes = key
+        shape, stride = tuple(memoryview(dims).cast("Q")), tuple(memoryview(strides).cast("q"))
+        dtype = self._dtypes[dtype_number]
         expected = extent_nbytes(shape, stride, DTYPES[dtype].itemsize_bytes)
+        where = self.names[number]
         if nbytes != expected:
             raise _bad("a row's bytes are not what its shape needs", expected=expected, found=nbytes, where=where)
         # Strides that overlap, or a zero, let few bytes claim any number of elements.
         elements = math.prod(shape) or math.prod(extent or 1 for extent in shape)
         if elements > _ELEMENTS_MAX:
             raise _bad("a row has more elements than can be counted", found=shape, where=where)
-        return nbytes
+        return self._forms.setdefault(key, (shape, stride, dtype))
 
     def _check_alias(self, geometry: Geometry, number: int, alias: int) -> None:
         same = (

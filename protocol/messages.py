@@ -20,6 +20,8 @@ CLIENT_BODY_MAX_BYTES = 64 * 1024
 DAEMON_BODY_MAX_BYTES = 1024 * 1024
 GRANT_FDS_MAX = 64
 WAIT_MAX_S = 24 * 3600.0
+TEXT_MAX_CHARACTERS = 4096
+"""Of a text that says what went wrong: several of them fit a frame, whatever they hold."""
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -27,6 +29,12 @@ ShortText = Annotated[str, StringConstraints(max_length=1024)]
 LongText = Annotated[str, StringConstraints(max_length=32 * 1024)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def shortened(text: str) -> str:
+    """``text``, cut to what a frame's field may hold; what JSON can say but UTF-8 cannot is escaped."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= TEXT_MAX_CHARACTERS else text[: TEXT_MAX_CHARACTERS - 1] + "…"
 
 
 class Message(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ def write(
             while not sparse and (missing := nbytes - file.tell()) > 0:
                 file.write(random.bytes(min(_PIECE_BYTES, missing)))
             file.truncate(nbytes)
+            file.flush()
+            os.fsync(file.fileno())  # or the first who opens it to load pays for that
     if len(files) > 1:
         weight_map = {place.tensor.name: place.file for place in places}
         total = sum(place.tensor.nbytes for place in places)

@@ -262,16 +262,20 @@ def drip(daemon: Daemon, stop: threading.Event) -> None:
 
 
 def flood(daemon: Daemon, stop: threading.Event) -> None:
-    """Requests without end, and their answers read, so that the daemon always has the next one waiting."""
+    """Requests without end, as fast as the socket takes them, so that the daemon always finds the next one waiting."""
     with raw_to(daemon) as connection:
-        connection.settimeout(30)
-        requests = PING * 64
-        size = 64 * (HEADER.size + len(encode_frame(DAEMON_TO_CLIENT, Pong(token=5))) - HEADER.size)
+
+        def read() -> None:
+            with contextlib.suppress(OSError):
+                while connection.recv(1 << 20):
+                    pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
         while not stop.is_set():
-            connection.sendall(requests)
-            left = size
-            while left:
-                left -= len(connection.recv(left))
+            connection.sendall(PING * 1000)
+        connection.shutdown(socket.SHUT_RDWR)
+        reader.join()
 
 
 def rubbish(daemon: Daemon, stop: threading.Event) -> None:

@@ -17,7 +17,7 @@ from tests.support.daemons import Daemon, converse, scripted_daemon
 from tests.support.resources import open_fds
 from weightcached.protocol.messages import Refused
 
-POINTS = ("start", "job", "planned", "memory", "progress")
+POINTS = ("start", "planned", "progress")
 
 
 def failed(daemon: Daemon) -> Refused:

@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 
@@ -51,6 +53,7 @@ def test_json_is_one_object_a_line_with_the_place(monkeypatch: pytest.MonkeyPatc
         log.exception("failed")
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert first["message"] == "published"
+    assert abs(datetime.fromisoformat(first["time"]).timestamp() - time.time()) < 60
     assert first["level"] == "INFO"
     assert first["place"] == "default/host-tp0of1"
     assert first["seconds"] == {"read": 0.5}

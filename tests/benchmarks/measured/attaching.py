@@ -9,7 +9,7 @@ from typing import Any
 import torch  # imported by every engine anyway, so before the clock starts
 
 from tests.benchmarks.turns import Turns
-from weightcached.client.attach import attach
+from weightcached.client import attach
 
 
 def once(arguments: dict[str, str]) -> dict[str, Any]:

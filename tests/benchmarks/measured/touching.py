@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from weightcached.client.attach import attach
+from weightcached.client import attach
 
 _MADV_POPULATE_READ = 22
 

@@ -122,7 +122,8 @@ def test_the_same_tokens_across_a_killed_engine_and_a_killed_daemon(tiny: Path, 
             assert first.generate() == wanted
             assert served.report().lease_count == 1
             assert first.end(signal.SIGKILL) == -signal.SIGKILL
-        with engine(tiny, runtime_dir, "--port", "0", "--prompt", PROMPT, mode="require") as second:
+        words = ["--port", "0", "--prompt", PROMPT, "--max-new-tokens", str(TOKENS)]
+        with engine(tiny, runtime_dir, *words, mode="require") as second:
             ready = second.wait_ready()
             assert ready["answer"]["token_ids"] == wanted
             assert second.ask("/status")["weights"]["lease"] == {"state": "connected", "reason": None}

@@ -1,0 +1,243 @@
+"""Execution: carries out a load plan. Threads take slabs in order, read, transform, write and digest them.
+
+Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment's, maps nothing, and writes only
+inside the places it is given; what a failed execution has written is of no use. Whether files changed meanwhile is the
+pipeline's question.
+
+All threads work on the same parameter, on neighbouring slabs: they balance whatever the sizes, files are read front to
+back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. XXH3 is some
+twenty times faster than writing fresh pages, so threads hardly ever wait for their turn to digest.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from weightcached.loader.layout import Placed, Placement
+from weightcached.loader.planned import PartKind
+from weightcached.loader.quantize import Output, transformed
+from weightcached.loader.reading import Reader
+from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
+from weightcached.protocol.errors import InsufficientMemory
+
+THREADS_MAX = 4
+"""More do not help: they wait for each other at the allocator of pages."""
+
+AHEAD_NBYTES = 32 << 20
+"""How far ahead of reading the page cache is asked to be filled."""
+
+PROGRESS_EVERY_S = 0.1
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all, at most every tenth of a second, by one thread at a time. What it raises ends the
+execution."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes, by part kind. ``kept`` counts the checkpoint's bytes that became part of a parameter, before transforms.
+
+    ``read`` is what system calls returned; what the device delivered is the kernel's business, and never more than
+    that plus rounding to pages.
+    """
+
+    read: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What an execution leaves besides the segment's bytes."""
+
+    digests: Mapping[str, bytes]
+    """Parameter name → XXH3-128 of its resident bytes; aliases have their target's."""
+    traffic: Mapping[PartKind, Traffic]
+
+
+def default_threads() -> int:
+    """As many as this process may run on, at most :data:`THREADS_MAX`."""
+    return min(len(os.sched_getaffinity(0)), THREADS_MAX)
+
+
+def execute(
+    placement: Placement,
+    files: Mapping[str, int],
+    segment: int,
+    *,
+    threads: int | None = None,
+    slab_nbytes: int = SLAB_NBYTES,
+    progress: Progress | None = None,
+) -> Executed:
+    """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
+
+    Padding is written as zeros, whatever was there. Blocks until all is written; on failure until every thread has
+    stopped. Raises TruncatedFile or CheckpointError (unreadable, or not finite where it must be) naming file and
+    tensor, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
+    """
+    team = _Team(placement, Reader(files), segment, slab_nbytes, progress)
+    team.run(default_threads() if threads is None else threads)
+    return team.executed()
+
+
+@dataclass(slots=True)
+class _Digest:
+    """The digest of one parameter's bytes, as far as it is."""
+
+    hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    slabs_done: int = 0
+
+
+class _Team:
+    """The threads' shared state. ``_lock`` guards all of it, but a hasher belongs to the thread whose turn it is."""
+
+    def __init__(
+        self, placement: Placement, reader: Reader, segment: int, slab_nbytes: int, progress: Progress | None
+    ) -> None:
+        self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
+        self._reader = reader
+        self._segment = segment
+        self._slab_nbytes = slab_nbytes
+        self._pending: Iterator[Slab] = itertools.chain.from_iterable(
+            slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
+        )
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._expected: deque[Slab] = deque()
+        self._expected_nbytes = 0
+        self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
+        self._traffic: dict[PartKind, Traffic] = {}
+        self._failure: BaseException | None = None
+        self._meter = _Meter(placement, progress)
+
+    def run(self, threads: int) -> None:
+        """Work with so many threads to the end. Raises the first failure, when all of them have stopped."""
+        team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
+        started = []
+        try:
+            for thread in team:
+                thread.start()
+                started.append(thread)
+            for thread in started:
+                thread.join()
+        except BaseException as interruption:
+            self._fail(interruption)
+            for thread in started:
+                thread.join()
+            if isinstance(interruption, RuntimeError):  # what Python says when the system gives it no thread
+                raise InsufficientMemory("cannot start a thread to load with", found=interruption) from interruption
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def executed(self) -> Executed:
+        digests = {}
+        for name, placed in self._placed.items():
+            digests[name] = self._digests[placed.parameter.alias_of or name].hasher.digest()
+        return Executed(digests, self._traffic)
+
+    def _work(self) -> None:
+        buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
+        try:
+            while (slab := self._claim()) is not None:
+                if len(buffer) < slab.source_nbytes:
+                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                self._process(slab, buffer[: slab.source_nbytes])
+        except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
+            self._fail(failure)
+
+    def _process(self, slab: Slab, buffer: memoryview) -> None:
+        read_nbytes = self._reader.fill(slab, buffer)
+        outputs = transformed(slab, buffer)
+        for output in outputs:
+            _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
+        self._digest_in_turn(slab, outputs, read_nbytes)
+
+    def _claim(self) -> Slab | None:
+        """The next slab, or None when there is no more to do. Tells the kernel of those that will follow it."""
+        fresh = []
+        with self._lock:
+            if self._failure is not None:
+                return None
+            while self._expected_nbytes < AHEAD_NBYTES and (slab := next(self._pending, None)) is not None:
+                self._expected.append(slab)
+                self._expected_nbytes += slab.source_nbytes
+                fresh.append(slab)
+            if not self._expected:
+                return None
+            claimed = self._expected.popleft()
+            self._expected_nbytes -= claimed.source_nbytes
+        for slab in fresh:
+            self._reader.expect(slab)
+        return claimed
+
+    def _digest_in_turn(self, slab: Slab, outputs: tuple[Output, ...], read_nbytes: int) -> None:
+        """Add the outputs to their parameters' digests, after those of all slabs before, and count the slab as done."""
+        digests = [self._digests[output.name] for output in outputs]
+        with self._turn:
+            while digests[0].slabs_done != slab.number:
+                if self._failure is not None:
+                    return
+                self._turn.wait()
+        for digest, output in zip(digests, outputs, strict=True):
+            digest.hasher.update(output.data)
+        with self._turn:
+            for digest in digests:
+                digest.slabs_done += 1
+            self._turn.notify_all()
+            traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
+            traffic.read += read_nbytes
+            traffic.kept += sum(read.nbytes for read in slab.reads)
+        self._meter.add(sum(len(output.data) for output in outputs))
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._turn:
+            if self._failure is None:
+                self._failure = failure
+            self._turn.notify_all()
+
+
+class _Meter:
+    """Counts bytes written and reports them now and then."""
+
+    def __init__(self, placement: Placement, progress: Progress | None) -> None:
+        self._progress = progress
+        self._total = sum(placed.nbytes for placed in placement.placed if placed.parameter.alias_of is None)
+        self._done = 0
+        self._next_report_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now_s = time.monotonic()
+            if self._progress is None or (now_s < self._next_report_s and self._done < self._total):
+                return
+            self._next_report_s = now_s + PROGRESS_EVERY_S
+            self._progress(self._done, self._total)
+
+
+def _write(segment: int, data: memoryview, offset: int) -> None:
+    """All of ``data`` into the segment. Whole pages that are fresh are taken without being zeroed first."""
+    try:
+        done = os.pwrite(segment, data, offset)
+        while done < len(data):
+            done += os.pwrite(segment, data[done:], offset + done)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        raise InsufficientMemory(
+            "the segment cannot be filled",
+            expected=f"{len(data)} bytes more at {offset}",
+            found=error.strerror,
+            next_step="free memory on this host, or raise the limit of the daemon's control group",
+        ) from error

@@ -1,0 +1,151 @@
+"""The pipeline: from an open checkpoint to filled memory, manifest rows and figures.
+
+Owns the order plan → place → execute → check that nothing changed → manifest, and what a load is measured by. Used by
+the worker, for memory that will be published, and by the client's disk fallback, in its own process and memory. Speaks
+to nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from weightcached.loader.checkpoint import Checkpoint
+from weightcached.loader.execute import Executed, Progress, Traffic, default_threads, execute
+from weightcached.loader.layout import Placed, Placement, place
+from weightcached.loader.plan import make_plan
+from weightcached.loader.planned import LoadPlan, PartKind
+from weightcached.loader.reading import requested_nbytes
+from weightcached.loader.strategy import choose
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.content import take_receipts
+from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, contiguous_stride, encode_manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What headers alone decide: the plan, every parameter's place, and how much will be read."""
+
+    plan: LoadPlan
+    placement: Placement
+    requested: Mapping[PartKind, int]
+    """Bytes of the files that this rank will ask for, by part kind; gaps read through are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a load cost. ``seconds`` is by stage; digests of rows are part of ``load``."""
+
+    seconds: Mapping[str, float]
+    requested: Mapping[PartKind, int]
+    traffic: Mapping[PartKind, Traffic]
+
+    @property
+    def bytes_requested(self) -> int:
+        return sum(self.requested.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """What system calls returned: page cache or disk."""
+        return sum(traffic.read for traffic in self.traffic.values())
+
+    @property
+    def bytes_kept(self) -> int:
+        """The checkpoint's bytes that became part of a parameter."""
+        return sum(traffic.kept for traffic in self.traffic.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A filled segment's rows, in the plan's order, and the figures."""
+
+    rows: tuple[Row, ...]
+    figures: Figures
+
+
+def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
+    """Plan and place. Reads nothing but what ``checkpoint`` already holds. Raises what ``make_plan`` raises."""
+    plan = make_plan(checkpoint.tensors, checkpoint.config, config)
+    return Prepared(plan, place(plan), requested_nbytes(plan))
+
+
+def load(
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    segment: int,
+    *,
+    also_trusted: Collection[str] = (),
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Loaded:
+    """Fill ``segment``, a writable descriptor of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
+
+    Blocks. The segment stays the caller's, is not mapped here, and is of use only if this returns: a failure leaves it
+    half filled. Raises CheckpointChanged when a file is not what it was when the checkpoint was opened, another
+    CheckpointError when one cannot be read or used, InsufficientMemory, and what ``progress`` raises.
+    """
+    strategy = choose()
+    threads = default_threads() if threads is None else threads
+    log.info("load strategy %s with %d threads: %s", strategy.name, threads, strategy.reason)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "load"):
+        executed = execute(prepared.placement, checkpoint.files, segment, threads=threads, progress=progress)
+    with _timed(seconds, "verify"):
+        checkpoint.receipts.require_same(take_receipts(checkpoint.files, also_trusted=also_trusted))
+    rows = tuple(_row(placed, executed) for placed in prepared.placement.placed)
+    return Loaded(rows, Figures(seconds, prepared.requested, executed.traffic))
+
+
+def encode(
+    loaded: Loaded, prepared: Prepared, *, generation: str, version: str, receipts_version: str, digest: str | None
+) -> bytes:
+    """The manifest of a loaded segment. ``digest`` is the content digest where it is known already."""
+    plan, figures = prepared.plan, loaded.figures
+    meta = ManifestMeta(
+        generation=generation,
+        version=version,
+        receipts_version=receipts_version,
+        fingerprint=plan.config.fingerprint,
+        config=plan.config.model_dump(),
+        digest=digest,
+        segments_nbytes=(prepared.placement.segment_nbytes,),
+        bytes_read=figures.bytes_read,
+        bytes_kept=figures.bytes_kept,
+        seconds=dict(figures.seconds),
+    )
+    accounting = NameAccounting(
+        expected=tuple(sorted(plan.accounting.expected)),
+        loaded=tuple(sorted(plan.accounting.loaded)),
+        ignored=plan.accounting.ignored,
+        unexpected=tuple(sorted(plan.accounting.unexpected)),
+    )
+    return encode_manifest(meta, loaded.rows, accounting)
+
+
+def _row(placed: Placed, executed: Executed) -> Row:
+    parameter = placed.parameter
+    return Row(
+        name=parameter.name,
+        segment=0,
+        offset=placed.offset,
+        nbytes=placed.nbytes,
+        shape=parameter.shape,
+        stride=contiguous_stride(parameter.shape),
+        dtype=parameter.dtype,
+        digest=executed.digests[parameter.name],
+        kind=parameter.kind,
+        persistent=parameter.persistent,
+        alias_of=parameter.alias_of,
+    )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started_s = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - started_s

@@ -1,0 +1,254 @@
+"""Slabs: a parameter cut into contiguous pieces of about a MiB, each with the file ranges that fill it.
+
+Pure: boxes and integers, no I/O. The executor takes slabs in order, so that files are read front to back, a digest
+over the parameter's bytes can follow, and no more memory is needed than one slab for each thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
+from weightcached.loader.planned import Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.protocol.dtypes import itemsize_bytes
+
+SLAB_NBYTES = 1 << 20
+"""Of source bytes: small enough to stay in a core's cache between being read, digested and written."""
+
+_Item = TypeVar("_Item")
+
+
+class Read(NamedTuple):
+    """``ranges`` times ``length`` bytes: from ``offset`` in the tensor's file, ``pitch`` bytes from one to the next, to
+    ``target`` in the slab's buffer, ``target_pitch`` bytes from one to the next.
+    """
+
+    tensor: TensorHeader
+    offset: int
+    """Absolute, in the file."""
+    pitch: int
+    target: int
+    target_pitch: int
+    length: int
+    ranges: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that land in the buffer."""
+        return self.length * self.ranges
+
+    @property
+    def span_nbytes(self) -> int:
+        """From the first byte read to the last, gaps included."""
+        return self.pitch * (self.ranges - 1) + self.length
+
+
+class Slab(NamedTuple):
+    """Elements ``first .. first + elements`` of a parameter, in C order.
+
+    ``reads`` and ``zeros`` together fill every byte of a buffer of ``source_nbytes`` bytes once, in the dtype that the
+    parameter has before its transform.
+    """
+
+    parameter: PlannedParameter
+    number: int
+    """Counts the parameter's slabs from 0."""
+    first: int
+    elements: int
+    source_nbytes: int
+    reads: tuple[Read, ...]
+    zeros: tuple[Pieces, ...]
+    """Byte ranges of the buffer that are padding."""
+
+
+def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Iterator[Slab]:
+    """The parameter's slabs, in order; none for an alias, a produced scale, or a parameter without elements.
+
+    A slab is larger than ``slab_nbytes`` only where it must be: a quantized parameter is never cut within a row.
+    """
+    if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(parameter.shape):
+        return iter(())
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    most = max(1, slab_nbytes // itemsize)
+    boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
+    unbroken = all(is_contiguous(box, parameter.shape) for box in boxes) and all(
+        is_contiguous(copy.source, copy.tensor.shape) for copy in parameter.copies
+    )
+    return _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+
+
+def reads_of(parameter: PlannedParameter) -> Iterator[Read]:
+    """All that is read for the parameter, as if it were one slab: for counting bytes before anything is read."""
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    for copy in parameter.copies:
+        yield from _reads(copy, copy.destination, whole(parameter.shape), itemsize)
+
+
+def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
+    """Where every copy is one range of the file and of the parameter: no boxes, so a few microseconds a slab."""
+    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, parameter.shape), None) for box in parameter.zeros])
+    origins = {id(copy): _reach(copy.source, copy.tensor.shape)[0] for copy in parameter.copies}
+    row = parameter.shape[-1] if isinstance(parameter.transform, QuantizeFp8) else 1
+    step = max(1, most // row) * row
+    total = math.prod(parameter.shape)
+    for number, first in enumerate(range(0, total, step)):
+        count = min(step, total - first)
+        reads = []
+        for begin, end, copy in copies.over(first, count):
+            start, stop = max(begin, first), min(end, first + count)
+            nbytes = (stop - start) * itemsize
+            offset = copy.tensor.offset + (origins[id(copy)] + start - begin) * itemsize
+            reads.append(Read(copy.tensor, offset, nbytes, (start - first) * itemsize, nbytes, nbytes, 1))
+        blank = []
+        for begin, end, _ in zeros.over(first, count):
+            start, stop = max(begin, first), min(end, first + count)
+            blank.append(Pieces((start - first) * itemsize, (stop - start) * itemsize, (stop - start) * itemsize, 1))
+        yield Slab(parameter, number, first, count, count * itemsize, tuple(reads), tuple(blank))
+
+
+def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
+    """Where something is strided: slabs are boxes too, and what fills them is found by intersecting."""
+    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, parameter.shape), box) for box in parameter.zeros])
+    first = 0
+    keep_rows = isinstance(parameter.transform, QuantizeFp8)
+    for number, slab in enumerate(_cut(parameter.shape, most, keep_rows=keep_rows)):
+        count = slab.volume
+        reads: list[Read] = []
+        for _, _, copy in copies.over(first, count):
+            part = _intersection(copy.destination, slab)
+            if part is not None:
+                reads.extend(_reads(copy, part, slab, itemsize))
+        blank: list[Pieces] = []
+        for _, _, box in zeros.over(first, count):
+            part = _intersection(box, slab)
+            if part is not None:
+                blank.extend(_within(part, slab, itemsize))
+        yield Slab(parameter, number, first, count, count * itemsize, tuple(reads), tuple(blank))
+        first += count
+
+
+def _cut(shape: Shape, most: int, *, keep_rows: bool) -> Iterator[Box]:
+    """Boxes of at most ``most`` elements (or one row), each contiguous, that are the whole tensor in C order."""
+    axis, inner = 0, math.prod(shape[1:])
+    while inner > most and axis < len(shape) - (2 if keep_rows else 1):
+        axis += 1
+        inner //= shape[axis]
+    step = max(1, most // inner)
+    trailing = shape[axis + 1 :]
+    for outer in itertools.product(*(range(extent) for extent in shape[:axis])):
+        for start in range(0, shape[axis], step):
+            yield Box(
+                (*outer, start, *(0,) * len(trailing)),
+                (*(1,) * axis, min(step, shape[axis] - start), *trailing),
+            )
+
+
+def _reach(box: Box, shape: Shape) -> tuple[int, int]:
+    """The box's first element in C order, and one past its last."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    last = sum((stop - 1) * stride for stop, stride in zip(box.stop, strides, strict=True))
+    return first, last + 1
+
+
+class _Sweep(Generic[_Item]):
+    """Items with their reach (begin, end, item), handed out slab by slab, so that most are not looked at each time."""
+
+    def __init__(self, items: list[tuple[int, int, _Item]]) -> None:
+        self._waiting = sorted(items, key=lambda item: item[0], reverse=True)
+        self._active: list[tuple[int, int, _Item]] = []
+
+    def over(self, first: int, count: int) -> list[tuple[int, int, _Item]]:
+        """What reaches into elements ``first .. first + count``. Ask in order."""
+        if self._active:
+            self._active = [item for item in self._active if item[1] > first]
+        while self._waiting and self._waiting[-1][0] < first + count:
+            self._active.append(self._waiting.pop())
+        return self._active
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    start = tuple(map(max, a.start, b.start))
+    extents = tuple(
+        min(a0 + an, b0 + bn) - begin
+        for a0, an, b0, bn, begin in zip(a.start, a.shape, b.start, b.shape, start, strict=True)
+    )
+    return Box(start, extents) if all(extent > 0 for extent in extents) else None
+
+
+def _within(part: Box, slab: Box, itemsize: int) -> Iterator[Pieces]:
+    """Where ``part`` of the parameter lies in the slab's buffer."""
+    start = tuple(a - b for a, b in zip(part.start, slab.start, strict=True))
+    return pieces(Box(start, part.shape), slab.shape, itemsize)
+
+
+def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
+    """The reads that bring ``part`` of the copy's destination into the slab's buffer."""
+    tensor = copy.tensor
+    sources = pieces(_source_of(copy, part), tensor.shape, itemsize)
+    for source, target in _paired(sources, _within(part, slab, itemsize)):
+        yield Read(
+            tensor,
+            tensor.offset + source.offset,
+            source.pitch,
+            target.offset,
+            target.pitch,
+            source.length,
+            source.count,
+        )
+
+
+def _source_of(copy: Copy, part: Box) -> Box:
+    """The box of the tensor that becomes ``part``. Axes of length one may stand on one side only."""
+    offsets = [start - begin for start, begin in zip(part.start, copy.destination.start, strict=True)]
+    long = iter(
+        [
+            (offset, extent)
+            for offset, extent, full in zip(offsets, part.shape, copy.destination.shape, strict=True)
+            if full != 1
+        ]
+    )
+    axes = [(0, 1) if extent == 1 else next(long) for extent in copy.source.shape]
+    start = tuple(begin + offset for begin, (offset, _) in zip(copy.source.start, axes, strict=True))
+    return Box(start, tuple(extent for _, extent in axes))
+
+
+def _paired(sources: Iterator[Pieces], targets: Iterator[Pieces]) -> Iterator[tuple[Pieces, Pieces]]:
+    """Both sides regrouped so that each pair has ranges of equal length and number, in the same order.
+
+    Ranges of one side are all of one length, a product of the box's last axes, so the shorter divides the longer.
+    """
+    some_source, some_target = next(sources), next(targets)
+    length = min(some_source.length, some_target.length)
+    left = _of_length(itertools.chain((some_source,), sources), length)
+    right = _of_length(itertools.chain((some_target,), targets), length)
+    source, target = next(left, None), next(right, None)
+    while source is not None and target is not None:
+        count = min(source.count, target.count)
+        yield _first(source, count), _first(target, count)
+        source = _after(source, count) or next(left, None)
+        target = _after(target, count) or next(right, None)
+
+
+def _of_length(groups: Iterator[Pieces], length: int) -> Iterator[Pieces]:
+    for group in groups:
+        if group.length == length:
+            yield group
+            continue
+        for number in range(group.count):
+            yield Pieces(group.offset + number * group.pitch, length, length, group.length // length)
+
+
+def _first(group: Pieces, count: int) -> Pieces:
+    return Pieces(group.offset, group.length, group.pitch, count)
+
+
+def _after(group: Pieces, count: int) -> Pieces | None:
+    if count == group.count:
+        return None
+    return Pieces(group.offset + count * group.pitch, group.length, group.pitch, group.count - count)

@@ -1,0 +1,211 @@
+"""The worker: ``python -m weightcached.loader.worker --fd N``, started by the keeper to fill one generation.
+
+Speaks `worker_messages.py` over the connected socket it inherits as descriptor N: takes a ``Job``, reports what is
+``Planned``, takes the segments, fills them, reports ``Done`` with a sealed manifest, and exits with 0. Anything that
+goes wrong is reported as ``Failed`` and exits with 1. It keeps nothing mapped or open that would hold back sealing, and
+it dies with its keeper: by the kernel's signal, and at the next word it says. Loads without transforms import no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weightcached.loader import pipeline
+from weightcached.loader.checkpoint import Checkpoint, open_checkpoint
+from weightcached.protocol.channel import Channel
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.errors import (
+    CheckpointChanged,
+    InsufficientMemory,
+    InternalError,
+    ProtocolError,
+    WeightCacheError,
+)
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import PeerClosed
+from weightcached.protocol.memory import host
+from weightcached.protocol.messages import AccountingCounts, shortened
+from weightcached.protocol.processes import die_with_parent
+from weightcached.protocol.worker_messages import (
+    KEEPER_TO_WORKER,
+    WORKER_TO_KEEPER,
+    Done,
+    Failed,
+    Job,
+    Memory,
+    Planned,
+    Progress,
+)
+
+log = logging.getLogger(__name__)
+
+# What another attempt may not meet again: a network file system's bad moment, memory that somebody else gives back.
+_TRANSIENT_ERRNOS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE}
+)
+
+
+def main() -> int:
+    """Serve the one job. Returns the exit status: 0 done, 1 failed and said so, 2 nobody left to say it to."""
+    parser = argparse.ArgumentParser(prog="weightcached worker", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the connected socket to the keeper")
+    arguments = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    # Ctrl-C reaches the whole foreground group: stopping is the keeper's to decide, and we die with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=arguments.fd)
+    connection.set_inheritable(False)
+    channel = Channel(connection, outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER)
+    try:
+        _serve(channel)
+    except PeerClosed:
+        log.error("the keeper is gone")
+        return 2
+    except Exception as failure:  # noqa: BLE001 - whatever it was, the keeper is told, and the process ends
+        report = _report(failure)
+        if report.code == InternalError.code:
+            traceback.print_exception(failure)
+        channel.send(report)
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+def _serve(channel: Channel) -> None:
+    job = _job(channel)
+    die_with_parent(job.keeper_pid)
+    config = CacheConfig.model_validate(job.config)
+    with open_checkpoint(job.model_dir, also_trusted=job.trusted_filesystems) as checkpoint:
+        prepared = pipeline.prepare(checkpoint, config)
+        channel.send(_planned(checkpoint, prepared))
+        memory, segments = _memory(channel)
+        with segments:
+            if any(placed.parameter.transform is not None for placed in prepared.placement.placed):
+                _prepare_torch(channel)
+            loaded = pipeline.load(
+                checkpoint,
+                prepared,
+                segments[0],
+                also_trusted=job.trusted_filesystems,
+                progress=lambda done, total: channel.send(
+                    Progress(stage="load weights", bytes_done=done, bytes_total=total)
+                ),
+            )
+    manifest = pipeline.encode(
+        loaded,
+        prepared,
+        generation=job.generation,
+        version=memory.version,
+        receipts_version=memory.receipts_version,
+        digest=memory.digest,
+    )
+    with _sealed(manifest) as fd:
+        done = Done(
+            manifest_nbytes=len(manifest),
+            resident_nbytes=prepared.placement.segment_nbytes,
+            bytes_read=loaded.figures.bytes_read,
+            seconds=dict(loaded.figures.seconds),
+        )
+        channel.send(done, [fd])
+
+
+def _job(channel: Channel) -> Job:
+    frame = channel.receive()
+    frame.fds.close()
+    if not isinstance(frame.message, Job):
+        raise ProtocolError("the keeper spoke out of turn", expected="Job", found=type(frame.message).__name__)
+    return frame.message
+
+
+def _planned(checkpoint: Checkpoint, prepared: pipeline.Prepared) -> Planned:
+    receipts, accounting = checkpoint.receipts, prepared.plan.accounting
+    return Planned(
+        segments_nbytes=(prepared.placement.segment_nbytes,),
+        bytes_to_read=sum(prepared.requested.values()),
+        receipts=receipts.sha256,
+        receipts_trusted=receipts.trusted,
+        receipts_young=receipts.is_young(),
+        receipts_rule=shortened(receipts.rule),
+        accounting=AccountingCounts(
+            expected=len(accounting.expected),
+            loaded=len(accounting.loaded),
+            ignored=len(accounting.ignored),
+            unexpected=len(accounting.unexpected),
+        ),
+    )
+
+
+def _memory(channel: Channel) -> tuple[Memory, OwnedFds]:
+    """What the keeper allocated: one segment, whose descriptor the caller owns."""
+    frame = channel.receive()
+    if not isinstance(frame.message, Memory) or len(frame.fds) != 1:
+        found = f"{type(frame.message).__name__} with {len(frame.fds)} descriptors"
+        frame.fds.close()
+        raise ProtocolError("the keeper spoke out of turn", expected="Memory with 1 descriptor", found=found)
+    return frame.message, frame.fds
+
+
+def _prepare_torch(channel: Channel) -> None:
+    """Import torch for the transforms. Our threads do the work side by side; torch's own would be in their way."""
+    channel.send(Progress(stage="import torch", bytes_done=0, bytes_total=0))
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _sealed(data: bytes) -> Iterator[int]:
+    """A sealed memfd with ``data``, closed afterwards."""
+    fd = host.allocate(len(data), name="weightcached:manifest")
+    try:
+        view = memoryview(data)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, view[done:], done)
+        host.seal(fd)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _report(failure: Exception) -> Failed:
+    """``Failed`` for what happened. Bad files and bad configs are permanent; memory and I/O may be better next time."""
+    error = _as_weightcache_error(failure)
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else failure
+    transient = isinstance(error, CheckpointChanged | InsufficientMemory) or (
+        isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS
+    )
+    fields = {name: shortened(text) for name, text in error.as_fields().items() if text is not None}
+    return Failed.model_validate({**fields, "transient": transient})
+
+
+def _as_weightcache_error(failure: Exception) -> WeightCacheError:
+    if isinstance(failure, WeightCacheError):
+        return failure
+    if isinstance(failure, MemoryError) or (
+        isinstance(failure, OSError) and failure.errno in (errno.ENOMEM, errno.ENOSPC)
+    ):
+        return InsufficientMemory(
+            "the worker has no memory for its own work",
+            found=str(failure) or type(failure).__name__,
+            next_step="free memory on this host, or raise the worker's limits (control group, ulimit -v)",
+        )
+    return InternalError(
+        "the worker failed in a way nobody foresaw",
+        found=f"{type(failure).__name__}: {failure}",
+        next_step="report this, with the daemon's log",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
