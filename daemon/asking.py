@@ -1,7 +1,7 @@
-"""Asking a daemon how it is, from another process: one connection, one ``Status``, one ``Report``, under a deadline.
+"""Asking a daemon how it is, from another process: one connection, one question, one answer, under a deadline.
 
-Owns what the commands ``status`` and ``wait`` share: connecting (with the client's checks of directory, owner and
-peer) and telling apart why nobody answers. Blocking. Changes nothing anywhere.
+Owns what the commands ``status``, ``wait`` and ``release`` share: connecting (with the client's checks of directory,
+owner and peer) and telling apart why nobody answers. Blocking.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import stat
 import time
 from contextlib import suppress
+from typing import TypeVar
 
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.channel import Channel
@@ -24,7 +25,7 @@ from weightcached.protocol.errors import (
     ProtocolError,
 )
 from weightcached.protocol.framing import PeerClosed
-from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Refused, Report, Status
+from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Message, Refused, Report, Status
 from weightcached.protocol.peers import AllowList, check_daemon, check_directory, check_socket_owner, peer_of
 from weightcached.protocol.places import Place
 
@@ -77,12 +78,20 @@ def _connect(connection: socket.socket, place: Place, deadline: Deadline) -> Non
             raise InvalidPlace("cannot connect", found=os.strerror(number), where=path)
 
 
+_Answer = TypeVar("_Answer", bound=Message)
+
+
 def ask_status(channel: Channel, deadline: Deadline) -> Report:
     """One question on an open connection. Raises the daemon's refusal, DaemonNotReady (no answer in time), or
     DaemonUnreachable (it went away)."""
+    return ask(channel, Status(), Report, deadline)
+
+
+def ask(channel: Channel, question: Message, kind: type[_Answer], deadline: Deadline) -> _Answer:
+    """As :func:`ask_status`, for any question and the kind of its answer."""
     try:
         with suppress(PeerClosed):  # it may have refused us unasked: what it said is still to be read
-            channel.send(Status(), deadline=deadline)
+            channel.send(question, deadline=deadline)
         with (frame := channel.receive(deadline=deadline)).fds:
             message = frame.message
     except TimeoutError as error:
@@ -91,8 +100,10 @@ def ask_status(channel: Channel, deadline: Deadline) -> Report:
         ) from error
     except OSError as error:
         raise DaemonUnreachable("the daemon went away while it was asked", found=str(error)) from error
-    if isinstance(message, Report):
+    if isinstance(message, kind):
         return message
     if isinstance(message, Refused):
         raise error_from(message.model_dump())
-    raise ProtocolError("not an answer to Status", expected="Report", found=type(message).__name__)
+    raise ProtocolError(
+        f"not an answer to {type(question).__name__}", expected=kind.__name__, found=type(message).__name__
+    )

@@ -44,9 +44,10 @@ class Child:
     async def start(
         cls, name: str, module: str, arguments: Sequence[str], *, pass_fds: Sequence[int] = (), answers: bool = False
     ) -> Child:
-        """Run ``python -m module arguments``. ``answers``: its standard output is kept for :meth:`answer`."""
+        """Run ``python -P -m module arguments``. ``answers``: its standard output is kept for :meth:`answer`."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a file in the current directory must not stand in for a module of ours
             "-m",
             module,
             *arguments,

@@ -1,8 +1,8 @@
 """The claim on a place: its directory, its lock, its socket file. Whoever holds the claim is the place's daemon.
 
 Owns creating and checking the directory, the lock (held for life, its file never removed), binding aside and renaming
-over the final path, and removing exactly the socket file that it put there. Knows nothing of what is served. Used by
-the keeper, once, from one thread; nothing here waits.
+over the final path, going on with a listener that a vault kept, and removing exactly the socket file that is ours.
+Knows nothing of what is served. Used by the keeper, once, from one thread; nothing here waits.
 
 The lock decides. Its file's text names the holder for messages only: nobody acts on a pid read from a file.
 """
@@ -59,6 +59,46 @@ class Claim:
             raise InvalidPlace("cannot put a socket there", found=error.strerror, where=place.socket_path) from error
         self._bound = bound
         return listener
+
+    def adopt(self, listener: socket.socket, *, device: int, inode: int, mode: int) -> bool:
+        """Go on with a listening socket that another run of this daemon bound, if it is the one behind the place's
+        path: the socket file there is the one with these numbers. Nothing is done where it is not.
+        """
+        path = self.place.socket_path
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISSOCK(found.st_mode) or (found.st_dev, found.st_ino) != (device, inode):
+            return False
+        listener.setblocking(False)
+        listener.listen(BACKLOG)  # again: from now on peers see this process, and not the dead one that bound it
+        if stat.S_IMODE(found.st_mode) != mode:
+            os.chmod(path, mode)
+        self._bound = found
+        return True
+
+    @property
+    def bound(self) -> tuple[int, int]:
+        """Device and inode of the socket file that is ours. ValueError before there is one."""
+        if self._bound is None:
+            raise ValueError("nothing is bound")
+        return self._bound.st_dev, self._bound.st_ino
+
+    def remove_orphan(self) -> bool:
+        """Remove the place's socket file that nobody listens behind; whether there was one. Raises what
+        :meth:`listen` raises about who is there.
+        """
+        self._require_replaceable(self.place.socket_path)
+        try:
+            os.unlink(self.place.socket_path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """The socket file stays when this claim ends: weights are still cached here, and clients must hear of it."""
+        self._bound = None
 
     def _require_replaceable(self, path: Path) -> None:
         try:

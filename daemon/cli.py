@@ -16,8 +16,13 @@ USAGE_EXIT = 64
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("weightcached.daemon.serve:main", "load one rank's weights and serve them"),
     "up": ("weightcached.daemon.up:main", "serve all ranks of a model on this host, in the foreground"),
+    "supervise": (
+        "weightcached.daemon.supervise:main",
+        "run `serve`, start it again when it dies, and keep its weights meanwhile",
+    ),
     "status": ("weightcached.daemon.status:main", "show every daemon of a runtime directory"),
     "wait": ("weightcached.daemon.wait:main", "return when a place is ready"),
+    "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
     "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
     "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
     "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),
@@ -45,5 +50,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def overview() -> str:
     """What is printed by ``weightcached --help``."""
     lines = ["usage: weightcached COMMAND [options]        (weightcached COMMAND --help, weightcached --version)", ""]
-    lines += [f"  {name:8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 Owns the connection's deadlines and what happens on every kind of failure: a broken frame, a slow or silent client, an
 error of ours. Nothing here can delay another connection: it waits only for its own socket. What is answered to a
-``Hello`` is decided in ``attaching.py``; after a grant the connection is the lease.
+``Hello`` or a ``Resume`` is decided in ``attaching.py``; after a grant the connection is the lease, on which events are
+said unasked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from weightcached.daemon.attaching import attend
+from weightcached.daemon.attaching import attend, attend_resume
 from weightcached.daemon.generation import Generation
+from weightcached.daemon.leases import Lease
 from weightcached.daemon.record import Record
 from weightcached.daemon.refusals import refusal
 from weightcached.daemon.snapshot import report
@@ -28,15 +31,19 @@ from weightcached.protocol.errors import (
     UntrustedClient,
     WeightCacheError,
 )
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import FrameSender, PeerClosed, encode_frame
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
+    Event,
     Hello,
     Message,
     Ping,
     Pong,
     Refused,
+    Release,
+    Resume,
     Status,
     Unproven,
 )
@@ -63,15 +70,18 @@ class Connection:
         self._record = record
         self._timeout_s = record.options.exchange_timeout_s
         self.peer = peer_of(accepted)
-        self._channel = AsyncChannel(accepted, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON)
-        self._lease = ExitStack()
-        self._leased = False
+        self._channel = AsyncChannel(
+            accepted, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON, budget=_InFlight(record, self.peer.uid)
+        )
+        self._held = ExitStack()
+        self._lease: Lease | None = None
+        self._unsaid: list[Event] = []
         self.busy = False
         """Whether a request has begun and its answer is not out: a stopping daemon waits for these."""
 
     async def serve(self) -> None:
         """Converse until either side ends it. Raises nothing but CancelledError."""
-        with self._lease:
+        with self._held:
             try:
                 await self._converse()
             except _Over:
@@ -80,6 +90,8 @@ class Connection:
                 log.debug("connection ended", extra={"peer": str(self.peer), "reason": str(error)})
             except _TooSlow:
                 log.warning("dropped a client that did not read its answer", extra={"peer": str(self.peer)})
+            except _NoRoom as error:
+                log.warning("dropped", extra={"peer": str(self.peer), "reason": str(error)})
             except WeightCacheError as error:
                 log.warning("refused", extra={"peer": str(self.peer), "code": error.code, "reason": str(error)})
                 await self._last_word(refusal(error))
@@ -101,6 +113,8 @@ class Connection:
         message = await self._receive_first()
         while True:
             idle_s = await self._answer(message)
+            while self._unsaid:
+                await self._send(self._unsaid.pop(0))
             self.busy = False
             if self._record.state is State.DRAINING:
                 raise _Over
@@ -137,15 +151,40 @@ class Connection:
 
     async def _answer(self, message: Message) -> float | None:
         """Answer one request; how long the connection may then be idle (``None``: for ever)."""
+        if self._lease is not None:
+            self._lease.heard()
         if isinstance(message, Status):
             await self._send(report(self._record))
         elif isinstance(message, Ping):
             await self._send(Pong(token=message.token))
-        elif isinstance(message, Hello):
-            if self._leased:
-                raise ProtocolError("this connection is a lease already", expected="Status or Ping", found="Hello")
-            return await self._hello(message)
-        return None if self._leased else IDLE_TIMEOUT_S
+        elif isinstance(message, Release):
+            await self._release(message)
+        elif isinstance(message, Hello | Resume):
+            if self._lease is not None:
+                found = type(message).__name__
+                raise ProtocolError("this connection is a lease already", expected="Status or Ping", found=found)
+            self._record.fallbacks.hear(self.peer, message.name, message.disk_fallbacks)
+            return await (self._hello(message) if isinstance(message, Hello) else self._resume(message))
+        return None if self._lease is not None else IDLE_TIMEOUT_S
+
+    async def _release(self, message: Release) -> None:
+        if self.peer.uid not in (0, os.geteuid()):
+            raise UntrustedClient(
+                "this user may not give up the daemon's weights",
+                expected="root, or the daemon's own user",
+                found=str(self.peer),
+            )
+        await self._send(await self._record.release(message))
+
+    async def _resume(self, resume: Resume) -> None:
+        answer = await attend_resume(resume, self._record, self._send)
+        if isinstance(answer, Generation):
+            await self._grant(resume, answer, outcome="resumed")
+            return
+        self._record.attaches[answer.code] += 1
+        log.info("not resumed", extra=_fields(self, resume) | _outcome(answer))
+        await self._send(answer)
+        raise _Over
 
     async def _hello(self, hello: Hello) -> float | None:
         answer = await attend(hello, self._record, self._send)
@@ -159,18 +198,38 @@ class Connection:
             raise _Over
         return max(hello.wait_s, self._timeout_s)  # to compute a digest in
 
-    async def _grant(self, hello: Hello, generation: Generation) -> None:
+    async def _grant(self, asked: Hello | Resume, generation: Generation, *, outcome: str = "granted") -> None:
+        """Make this connection a lease. Who resumes has the descriptors already."""
+        if not self._record.limits.leases.take(self.peer.uid):
+            raise DaemonNotReady(
+                "this user has as many leases as one may have",
+                expected=f"fewer than {self._record.limits.leases.each}",
+                next_step="try again when engines have left, or raise the daemon's --leases-per-uid-max",
+            )
+        self._held.callback(self._record.limits.leases.give, self.peer.uid)
         # In the book before the client can know: whoever has a grant has a lease that status shows.
-        self._lease.enter_context(
-            self._record.leases.held(peer=self.peer, claimed_pid=hello.pid, name=hello.name, generation=generation.id)
+        lease = self._held.enter_context(
+            self._record.leases.held(peer=self.peer, claimed_pid=asked.pid, name=asked.name, generation=generation.id)
         )
-        with generation.export() as fds:
-            grant = generation.grant(nonce=self._record.nonce)
+        self._lease = lease  # from here on events are not missed
+        grant = generation.grant(nonce=self._record.nonce)
+        with generation.export() if isinstance(asked, Hello) else OwnedFds() as fds:
             await self._send(grant, [fds[position] for position in range(len(fds))])
-        self._leased = True
-        self._record.attaches["granted"] += 1
-        log.info("granted", extra=_fields(self, hello) | {"generation": generation.id, "version": generation.version})
-        self._lease.callback(log.info, "lease ended", extra=_fields(self, hello))
+        self._record.attaches[outcome] += 1
+        log.info(outcome, extra=_fields(self, asked) | {"generation": generation.id, "version": generation.version})
+        self._held.callback(log.info, "lease ended", extra=_fields(self, asked))
+
+    def tell(self, event: Event) -> None:
+        """Say ``event`` to an engine: at once, or after the answer that is under way. Whoever does not read enough to
+        take it at once is dropped. Nothing is said on a connection that is not a lease.
+        """
+        if self._lease is None:
+            return
+        if self.busy:
+            self._unsaid.append(event)
+        elif not say_at_once(self._channel.connection, event):
+            log.warning("dropped an engine that does not read", extra={"peer": str(self.peer)})
+            self._channel.close()
 
     async def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
         try:
@@ -190,16 +249,40 @@ class Connection:
         """Tell a client that was never answered why, if its socket takes it at once. The caller then cancels the
         task.
         """
-        if not self.busy and not self._leased:
+        if not self.busy and self._lease is None:
             say_at_once(self._channel.connection, refused)
 
 
-def say_at_once(connection: socket.socket, refused: Refused) -> None:
-    """One attempt to send, without waiting: for clients that are about to be dropped."""
+def say_at_once(connection: socket.socket, message: Refused | Event) -> bool:
+    """One attempt to send, without waiting; whether all of it is out. If not, nothing more can be said."""
     try:
-        FrameSender(encode_frame(DAEMON_TO_CLIENT, refused)).step(connection)
+        return FrameSender(encode_frame(DAEMON_TO_CLIENT, message)).step(connection)
     except OSError as error:
-        log.debug("a refusal did not arrive", extra={"reason": repr(error)})
+        log.debug("something said at once did not arrive", extra={"reason": repr(error)})
+        return False
+
+
+class _InFlight:
+    """Room for one connection's frames that are half through; a ``Budget`` of its channel."""
+
+    def __init__(self, record: Record, uid: int) -> None:
+        self._quota = record.limits.in_flight
+        self._uid = uid
+
+    def take(self, nbytes: int) -> None:
+        if not self._quota.take(self._uid, nbytes):
+            raise _NoRoom(
+                "too many frames are half received or half sent",
+                expected=f"at most {self._quota.each} bytes for one user, {self._quota.in_all} for all",
+                next_step="send whole frames, and read what is answered",
+            )
+
+    def give(self, nbytes: int) -> None:
+        self._quota.give(self._uid, nbytes)
+
+
+class _NoRoom(DaemonNotReady):
+    """The stream is of no more use: part of a frame may be out."""
 
 
 def _internal(error: Exception) -> WeightCacheError:
@@ -216,8 +299,9 @@ def _internal(error: Exception) -> WeightCacheError:
     )
 
 
-def _fields(connection: Connection, hello: Hello) -> dict[str, object]:
-    return {"peer": str(connection.peer), "client": hello.name, "want": hello.want}
+def _fields(connection: Connection, asked: Hello | Resume) -> dict[str, object]:
+    wanted = asked.want if isinstance(asked, Hello) else asked.generation
+    return {"peer": str(connection.peer), "client": asked.name, "want": wanted}
 
 
 def _outcome(answer: Refused | Unproven) -> dict[str, object]:

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from weightcached.daemon.children import Child, parent_arguments
@@ -40,6 +42,56 @@ def remembered(receipts: CheckpointReceipts, cache_dir: Path | None) -> str | No
     return digest
 
 
+@dataclass(frozen=True, slots=True)
+class DigestAnswer:
+    """What the digest process found out about the files that are there now."""
+
+    digest: str
+    receipts: str | None
+    """``None`` where there are no weights to see, and a sidecar answered."""
+    settled: bool
+    """Whether equal receipts prove this digest from now on."""
+    rule: str | None
+    """Why the receipts are trusted or not."""
+
+
+async def compute(
+    model: str,
+    *,
+    cache_dir: Path | None,
+    trusted_filesystems: tuple[str, ...],
+    expect_receipts: str | None = None,
+) -> DigestAnswer:
+    """Run the digest process on a directory or a hub id, to its end. Cancelled, it is killed.
+
+    Raises CheckpointChanged when the files do not have the receipts that were expected, CheckpointError and its kin for
+    files that cannot be read, ContractError for a process that does not answer.
+    """
+    arguments = ["--json", "--low-priority", *parent_arguments()]
+    if expect_receipts is not None:
+        arguments += ["--expect-receipts", expect_receipts]
+    if cache_dir is not None:
+        arguments += ["--cache-dir", str(cache_dir)]
+    for name in trusted_filesystems:
+        arguments += ["--trust-filesystem", name]
+    try:
+        child = await Child.start("digest", MODULE, [*arguments, "--", model], answers=True)
+        try:
+            answer = await child.answer()
+        finally:
+            await child.end()
+    except OSError as error:
+        raise ContractError("the digest process cannot be run", found=str(error)) from error
+    digest = answer.get("digest")
+    if not isinstance(digest, str):
+        raise ContractError("the digest process answered without a digest", found=sorted(answer))
+    log.info(
+        "content digest",
+        extra={key: answer.get(key) for key in ("digest", "source", "seconds", "nbytes", "remembered")},
+    )
+    return DigestAnswer(digest, answer.get("receipts"), answer.get("settled") is True, answer.get("rule"))
+
+
 class Digesting:
     """Computes the digest of the files that were loaded: ``expected`` are their receipts.
 
@@ -48,7 +100,7 @@ class Digesting:
 
     def __init__(
         self,
-        model_dir: Path,
+        model_dir: str,
         *,
         expected: CheckpointReceipts,
         cache_dir: Path | None,
@@ -56,11 +108,13 @@ class Digesting:
         on_digest: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._arguments = [str(model_dir), "--json", "--low-priority", "--expect-receipts", expected.sha256]
-        if cache_dir is not None:
-            self._arguments += ["--cache-dir", str(cache_dir)]
-        for name in trusted_filesystems:
-            self._arguments += ["--trust-filesystem", name]
+        self._compute = partial(
+            compute,
+            model_dir,
+            expect_receipts=expected.sha256,
+            cache_dir=cache_dir,
+            trusted_filesystems=trusted_filesystems,
+        )
         self._on_digest = on_digest
         self._on_end = on_end
         self._attempt: asyncio.Task[None] | None = None
@@ -82,24 +136,13 @@ class Digesting:
 
     async def _run(self) -> None:
         try:
-            child = await Child.start("digest", MODULE, [*self._arguments, *parent_arguments()], answers=True)
-            try:
-                answer = await child.answer()
-            finally:
-                await child.end()
-            digest = answer.get("digest")
-            if not isinstance(digest, str):
-                raise ContractError("the digest process answered without a digest", found=sorted(answer))
-        except (WeightCacheError, OSError) as error:
-            self.failure = error if isinstance(error, WeightCacheError) else ContractError(str(error))
+            answer = await self._compute()
+        except WeightCacheError as error:
+            self.failure = error
             self._failed_s = time.monotonic()
             log.warning("no content digest", extra={"error": str(error)})
             return
-        log.info(
-            "content digest",
-            extra={key: answer.get(key) for key in ("digest", "source", "seconds", "nbytes", "remembered")},
-        )
-        self._on_digest(digest)
+        self._on_digest(answer.digest)
 
     async def stop(self) -> None:
         """End the process, if one runs."""

@@ -7,7 +7,10 @@ for what becomes known later (digest, version): that makes another object with t
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import hashlib
+import os
 from dataclasses import dataclass
 
 from weightcached.protocol.config import CacheConfig, Provenance
@@ -15,6 +18,8 @@ from weightcached.protocol.content import version_of
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
+
+_HASH_PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,31 @@ class CheckpointReceipts:
     trusted: bool
     rule: str
     """Why they are trusted or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known about the content of the files that weights were loaded from; ``path`` is where they lay."""
+
+    digest: str | None
+    receipts: CheckpointReceipts
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights were loaded from: an absolute path, and the hub id where that was what ``--model`` said."""
+
+    model_dir: str
+    hub_id: str | None
+
+    @classmethod
+    def of(cls, path: str, *, hub_id: str | None = None) -> Origin:
+        return cls(os.path.abspath(path), hub_id)
+
+    def is_what(self, model: str) -> bool:
+        """Whether ``model``, an option's value, names the same: by words alone, since files may have vanished."""
+        return model == self.hub_id or os.path.abspath(model) == self.model_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +74,32 @@ class Generation:
     bytes_read: int
     accounting: AccountingCounts
     receipts: CheckpointReceipts
+    receipts_version: str
+    """Stands in while there is no digest."""
     digest: str | None
     provenance: Provenance
+    origin: Origin
     seconds: dict[str, float]
-
-    @property
-    def receipts_version(self) -> str:
-        return version_of(self.config.rankless_fingerprint, digest=None, receipts=self.receipts.sha256)
 
     @property
     def version(self) -> str:
         """The best that is known: by digest, or by receipts while there is none."""
-        return version_of(self.config.rankless_fingerprint, digest=self.digest, receipts=self.receipts.sha256)
+        if self.digest is None:
+            return self.receipts_version
+        return version_of(self.config.rankless_fingerprint, digest=self.digest, receipts=None)
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.digest, self.receipts, self.provenance.path)
 
     def with_digest(self, digest: str) -> Generation:
         """The same memory, its content digest now known."""
         return dataclasses.replace(self, digest=digest)
+
+    def with_receipts(self, receipts: CheckpointReceipts) -> Generation:
+        """The same memory; files with these receipts now were shown to be the ones it came from. The version that stood
+        in for a digest stays what other ranks may have compared."""
+        return dataclasses.replace(self, receipts=receipts)
 
     def grant(self, *, nonce: str) -> Grant:
         """The frame that describes it. :meth:`export` makes what travels with it."""
@@ -84,3 +124,12 @@ class Generation:
             for position in range(len(self.memory)):
                 made.append(host.export(self.memory[position]))
             return OwnedFds(made.take_all())
+
+
+async def sha256_of(fd: int, *, nbytes: int) -> str:
+    """SHA-256 of the first ``nbytes`` bytes of a manifest. In pieces, so that no client waits for a large one."""
+    digest = hashlib.sha256()
+    for offset in range(0, nbytes, _HASH_PIECE_BYTES):
+        digest.update(os.pread(fd, min(_HASH_PIECE_BYTES, nbytes - offset), offset))
+        await asyncio.sleep(0)
+    return digest.hexdigest()

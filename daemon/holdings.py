@@ -38,6 +38,8 @@ class Parts:
 
     manifest: int | None = None
     segments: dict[int, int] = field(default_factory=dict)
+    surplus: list[int] = field(default_factory=list)
+    """What came twice under different faces."""
     names: set[str] = field(default_factory=set)
     """Theirs in the vault."""
     problem: str | None = None
@@ -46,6 +48,7 @@ class Parts:
     @property
     def fds(self) -> Iterator[int]:
         yield from self.segments.values()
+        yield from self.surplus
         if self.manifest is not None:
             yield self.manifest
 
@@ -95,7 +98,8 @@ class Holdings:
         elif number is not None and number not in parts.segments:
             parts.segments[number] = fd
         else:
-            parts.problem = "two manifests" if number is None else f"segment {number} twice"
+            parts.surplus.append(fd)
+            parts.problem = "two manifests came" if number is None else f"segment {number} came twice"
 
     def take(self, fd: int) -> int:
         """``fd``, the caller's from now on."""

@@ -1,7 +1,8 @@
 """The keeper: one daemon's life from its claim on a place to the last connection, in order.
 
-Owns moving the states, loading with its retries, publishing, and stopping; it is the only one that writes the record.
-What it starts it ends: worker, digest, server, descriptors, socket file. It has no torch and maps no segment.
+Owns the order of things, from taking over what was kept to giving up the path. What it starts it ends: worker, digest,
+server, descriptors, socket file. How it comes by weights is ``acquiring.py``'s business, what is served
+``publishing.py``'s, what outlives it ``custody.py``'s. It has no torch and maps no segment.
 """
 
 from __future__ import annotations
@@ -10,25 +11,24 @@ import asyncio
 import logging
 import signal
 import stat
-from pathlib import Path
 
-from weightcached.daemon.children import Child, parent_arguments
+from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
-from weightcached.daemon.digesting import Digesting, remembered
-from weightcached.daemon.generation import Generation
-from weightcached.daemon.loading import LoadRequest, TransientFailure, load
+from weightcached.daemon.custody import Custody
+from weightcached.daemon.listen_fds import HandedOver
+from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
 from weightcached.daemon.progress import Changes, ProgressTracker, display_for_stderr
 from weightcached.daemon.proof import ProvenReceipts
-from weightcached.daemon.record import Published, Record
+from weightcached.daemon.publishing import Publishing
+from weightcached.daemon.record import Limits, Record
 from weightcached.daemon.server import Server
+from weightcached.daemon.signs import Signs
 from weightcached.daemon.states import IllegalTransition, State, StateMachine
-from weightcached.protocol.config import CacheConfig, Provenance, build_config, provenance_of
-from weightcached.protocol.errors import ContractError, InternalError, WeightCacheError
-
-HUB_MODULE = "weightcached.protocol.hub"
-RETRY_DELAYS_S = (1.0, 2.0, 4.0)
-"""Pauses before loading again after a transient failure; then the failure stands."""
+from weightcached.daemon.vault import NotifyVault, NoVault, Vault
+from weightcached.protocol.errors import InternalError, WeightCacheError
+from weightcached.protocol.messages import Event, Release, Released
+from weightcached.protocol.processes import age_s
 
 _OWN_SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
 _SHARED_SOCKET_MODE = 0o666  # whom to serve is decided by peer credentials, which no mode bits can express
@@ -37,9 +37,12 @@ log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Serves ``claim``'s place. :meth:`run` once; the claim is released by whoever took it."""
+    """Serves ``claim``'s place. :meth:`run` once; the claim is released, and the notifier closed, by whoever made them.
 
-    def __init__(self, options: ServeOptions, claim: Claim) -> None:
+    ``handed`` is what the service manager handed over, which this owns from now on.
+    """
+
+    def __init__(self, options: ServeOptions, claim: Claim, handed: HandedOver, notifier: Notifier | None) -> None:
         changes = Changes()
 
         def changed(state: State) -> None:
@@ -47,67 +50,151 @@ class Keeper:
             changes.announce()
 
         self._claim = claim
+        self._handed = handed
+        self._vault: Vault = (
+            NoVault() if notifier is None else NotifyVault.from_environment(notifier, handed=handed.names)
+        )
         self._record = Record(
             options=options,
             progress=ProgressTracker(display_for_stderr()),
             machine=StateMachine(changed),
             changes=changes,
+            limits=Limits.of(options),
+            release=self._release,
         )
+        self._signs = Signs(notifier, self._record)
+        self._stop_asked = asyncio.Semaphore(0)
+        """Released once for each SIGTERM or SIGINT, and when a client has said that the place is to be given up."""
+        self._give_up = False
 
     async def run(self) -> None:
-        """Bind, load, serve until SIGTERM or SIGINT, drain. A second signal drains no longer.
+        """Take over what was kept, bind, adopt or load, serve until told to stop, drain. A second signal drains no
+        longer.
 
-        Raises InvalidPlace or PlaceTaken before anything is served; IllegalTransition for a bug.
+        Raises InvalidPlace or PlaceTaken before anything is served. Any other error is a bug: what is in a vault stays
+        there then, for the next keeper.
         """
-        stop = _signals()
+        self._catch_signals()
         options = self._record.options
-        shared = options.allowed.uids or options.allowed.gids
-        listener = self._claim.listen(mode=_SHARED_SOCKET_MODE if shared else _OWN_SOCKET_MODE)
-        server = Server(listener, self._record)
-        server.start()
-        log.info("listening", extra={"socket": str(options.place.socket_path)})
-        bringing_up = asyncio.create_task(self._bring_up(), name="bring up")
-        stopping = asyncio.create_task(stop.acquire(), name="stop signal")
+        self._signs.start()
+        custody = self._record.custody = await Custody.open(self._vault, self._handed)
+        try:
+            shared = options.allowed.uids or options.allowed.gids
+            listener = await custody.listen(self._claim, mode=_SHARED_SOCKET_MODE if shared else _OWN_SOCKET_MODE)
+            server = Server(listener, self._record)
+            server.start()
+            log.info("listening", extra={"socket": str(options.place.socket_path)})
+            await self._serve(custody, server)
+        finally:
+            await self._signs.close()
+            self._record.progress.close()
+            custody.close()
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_asked.release)
+
+    async def _serve(self, custody: Custody, server: Server) -> None:
+        publishing = Publishing(self._record, custody, server.tell)
+        bringing_up = asyncio.create_task(self._bring_up(custody, publishing), name="bring up")
+        stopping = asyncio.create_task(self._stop_asked.acquire(), name="told to stop")
+        told = False
         try:
             await asyncio.wait({bringing_up, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if bringing_up.done():
                 bringing_up.result()
                 await stopping
+            told = True
         finally:
             self._record.machine.move(State.DRAINING)
-            await self._stop(server, bringing_up, stop)
+            await self._signs.stopping()
+            bringing_up.cancel()
+            await asyncio.wait({bringing_up})
+            await self._stop(custody, server, publishing, told=told)
 
-    async def _stop(self, server: Server, bringing_up: asyncio.Task[None], stop: asyncio.Semaphore) -> None:
+    # Stopping
+
+    async def _stop(self, custody: Custody, server: Server, publishing: Publishing, *, told: bool) -> None:
         record = self._record
-        bringing_up.cancel()
-        await asyncio.wait({bringing_up})
-        if record.published is not None:
-            await record.published.digesting.stop()
+        await publishing.stop()
+        generation = record.published.generation if record.published is not None else None
+        served = generation.id if generation is not None else None
+        server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
+        await self._drain(server)
+        if not told and self._vault.keeps:
+            self._claim.leave()  # a bug ends us: whoever starts us again hands everything to the next keeper
+        elif custody.outlives_stop and not self._give_up:
+            await custody.give_up_listener()
+            self._claim.leave()  # weights are still kept: until they are served again, clients are refused
+        else:
+            # The weights go before the path does: an absent path says that no weights are cached here.
+            await custody.empty()
+            if generation is not None:
+                generation.memory.close()
+            self._claim.unlink()
+        await server.close()
+        if generation is not None:
+            generation.memory.close()
+        record.machine.move(State.STOPPED)
+
+    async def _drain(self, server: Server) -> None:
         draining = asyncio.create_task(server.drain(), name="drain")
-        again = asyncio.create_task(stop.acquire(), name="second signal")
+        again = asyncio.create_task(self._stop_asked.acquire(), name="told again")
         await asyncio.wait(
-            {draining, again}, timeout=record.options.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            {draining, again}, timeout=self._record.options.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         draining.cancel()
         again.cancel()
-        # The weights go before the path does: an absent path says that no weights are cached here.
-        if record.published is not None:
-            record.published.generation.memory.close()
-        self._claim.unlink()
-        await server.close()
-        record.progress.close()
-        record.machine.move(State.STOPPED)
 
-    async def _bring_up(self) -> None:
-        """From options to ``ready``, or to ``failed`` with the reason in the record. Raises only for bugs in the
-        states.
+    async def _release(self, message: Release) -> Released:
+        """What a client that may has said; the answer tells it what is given up."""
+        custody, published = self._record.custody, self._record.published
+        if custody is None:
+            raise InternalError("a client was served before the keeper knew what it holds")
+        nbytes = sum(one.nbytes for one in custody.quarantined.values())
+        count = len(custody.quarantined)
+        if message.quarantined_only:
+            await custody.release_quarantined()
+            log.info("released", extra={"quarantined": count, "nbytes": nbytes})
+            return Released(generations=count, resident_nbytes=nbytes)
+        log.info("told to give up the place")
+        self._give_up = True
+        self._stop_asked.release()
+        nbytes += sum(parts.nbytes for parts in custody.candidates.values())
+        count += len(custody.candidates)
+        if published is not None:
+            nbytes += published.generation.resident_nbytes
+            count += 1
+        return Released(generations=count, resident_nbytes=nbytes)
+
+    # Coming up
+
+    async def _bring_up(self, custody: Custody, publishing: Publishing) -> None:
+        """From what there is to ``ready``, or to ``failed`` with the reason in the record. Raises for bugs in the
+        states, and for errors of ours while adopting: those are counted by whoever starts us again.
         """
         record = self._record
+        acquiring = Acquiring(record, custody)
+        if (adopted := await acquiring.adopt()) is not None:
+            record.adoption_seconds = age_s()
+            publishing.publish(adopted.generation, adopted.proven, adopted.unproven)
+            await custody.retire()
+        else:
+            await self._load(acquiring, custody, publishing)
+        await self._signs.settled()
+
+    async def _load(self, acquiring: Acquiring, custody: Custody, publishing: Publishing) -> None:
         try:
-            request = await self._find_out()
-            record.machine.move(State.LOADING)
-            generation = await self._load(request)
-            self._publish(request.model_dir, generation)
+            generation = await acquiring.load()
+            self._record.progress.update("vault")
+            try:
+                await custody.entrust(generation)
+                publishing.publish(generation, ProvenReceipts(), None)
+            except BaseException:
+                generation.memory.close()
+                raise
+            await custody.retire()
         except WeightCacheError as error:
             self._fail(error)
         except IllegalTransition:
@@ -127,109 +214,3 @@ class Keeper:
         self._record.progress.update("failed")
         log.error("the load failed", extra={"code": error.code, "reason": str(error)})
         self._record.machine.move(State.FAILED)
-
-    async def _find_out(self) -> LoadRequest:
-        """Which directory, which config. Reads no weight."""
-        record, options = self._record, self._record.options
-        record.progress.update("resolve")
-        model_dir = await _resolve(options.model)
-        record.model_path = str(model_dir)
-
-        def read() -> tuple[CacheConfig, Provenance]:
-            config = build_config(
-                model_dir,
-                layout=options.layout,
-                tp_size=options.tp_size,
-                tp_rank=options.tp_rank,
-                dtype=options.dtype,
-                quantization=options.quantization,
-            )
-            return config, provenance_of(model_dir)
-
-        config, provenance = await asyncio.to_thread(read)
-        record.config = config
-        record.changes.announce()  # clients of another config need not wait for the load
-        log.info("config", extra={"model": str(model_dir), "fingerprint": config.fingerprint})
-        return LoadRequest(
-            model_dir=model_dir,
-            config=config,
-            provenance=provenance,
-            trusted_filesystems=options.trusted_filesystems,
-            known_digest=lambda receipts: remembered(receipts, options.cache_dir),
-        )
-
-    async def _load(self, request: LoadRequest) -> Generation:
-        """Load, again after a pause when the failure was transient. Raises the error that stands in the end."""
-        for delay_s in (*RETRY_DELAYS_S, None):
-            try:
-                return await load(request, self._record.progress)
-            except TransientFailure as failure:
-                self._record.last_error = failure.cause
-                if delay_s is None:
-                    raise failure.cause from failure
-                log.warning("loading again", extra={"after_s": delay_s, "reason": str(failure.cause)})
-                self._record.progress.update(f"wait {delay_s:g} s to load again")
-                await asyncio.sleep(delay_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _publish(self, model_dir: Path, generation: Generation) -> None:
-        record, options = self._record, self._record.options
-        digesting = Digesting(
-            model_dir,
-            expected=generation.receipts,
-            cache_dir=options.cache_dir,
-            trusted_filesystems=options.trusted_filesystems,
-            on_digest=self._learn_digest,
-            on_end=record.changes.announce,
-        )
-        record.published = Published(generation=generation, proven=ProvenReceipts(), digesting=digesting)
-        record.progress.update("ready")
-        log.info(
-            "published",
-            extra={
-                "generation": generation.id,
-                "version": generation.version,
-                "resident_nbytes": generation.resident_nbytes,
-                "bytes_read": generation.bytes_read,
-                "seconds": generation.seconds,
-            },
-        )
-        record.machine.move(State.READY)
-        if generation.digest is None:
-            digesting.start()
-
-    def _learn_digest(self, digest: str) -> None:
-        published = self._record.published
-        if published is None:
-            raise InternalError("a digest arrived before its generation was published")
-        self._record.published = Published(
-            generation=published.generation.with_digest(digest),
-            proven=published.proven,
-            digesting=published.digesting,
-        )
-
-
-def _signals() -> asyncio.Semaphore:
-    """Released once for each SIGTERM or SIGINT."""
-    arrived = asyncio.Semaphore(0)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, arrived.release)
-    return arrived
-
-
-async def _resolve(model: str) -> Path:
-    """The checkpoint's directory. A hub id is resolved in a process of its own, so that its libraries stay out of
-    here.
-    """
-    path = Path(model)
-    if await asyncio.to_thread(path.is_dir):
-        return path
-    child = await Child.start("hub", HUB_MODULE, [*parent_arguments(), "--", model], answers=True)
-    try:
-        answer = await child.answer()
-    finally:
-        await child.end()
-    if not isinstance(answer.get("path"), str):
-        raise ContractError("the hub process answered without a path", found=sorted(answer))
-    return Path(answer["path"])

@@ -7,6 +7,7 @@ that closed its lease may still map what it was granted. Used by the connection 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from weightcached.protocol.messages import LeaseInfo
 from weightcached.protocol.peers import Peer
 
 SHOWN_MAX = 1000
+_PROCESSES_MAX = 4096
 _NAME_MAX_CHARACTERS = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Lease:
     """One engine's hold on one generation. ``claimed_pid`` is what the engine calls itself in its own PID namespace."""
 
@@ -27,6 +29,12 @@ class Lease:
     name: str
     generation: str
     since_s: float
+    heard_s: float
+    """When the engine last said anything."""
+
+    def heard(self) -> None:
+        """It said something just now."""
+        self.heard_s = time.monotonic()
 
 
 class LeaseBook:
@@ -41,7 +49,8 @@ class LeaseBook:
     @contextmanager
     def held(self, *, peer: Peer, claimed_pid: int, name: str, generation: str) -> Iterator[Lease]:
         """A lease that is in the book while the block runs."""
-        lease = Lease(peer, claimed_pid, name[:_NAME_MAX_CHARACTERS], generation, time.monotonic())
+        now_s = time.monotonic()
+        lease = Lease(peer, claimed_pid, name[:_NAME_MAX_CHARACTERS], generation, now_s, now_s)
         self._leases[lease] = None
         try:
             yield lease
@@ -59,6 +68,32 @@ class LeaseBook:
                 uid=lease.peer.uid,
                 name=lease.name,
                 age_s=round(now_s - lease.since_s, 3),
+                silent_s=round(now_s - lease.heard_s, 3),
             )
             for lease in oldest
         )
+
+    def silence_s(self) -> float:
+        """For how long the most silent engine has said nothing; 0 without any."""
+        now_s = time.monotonic()
+        return max((now_s - lease.heard_s for lease in self._leases), default=0.0)
+
+
+class FallbackCount:
+    """How often engines loaded from disk because they found no daemon, from what each process says of itself.
+
+    A process says how often *it* did, each time it asks for anything, so only what is new about it counts.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._known: OrderedDict[tuple[int, int, str], int] = OrderedDict()
+
+    def hear(self, peer: Peer, name: str, count: int) -> None:
+        """``count`` is the process's own, since it began. The least recently heard processes are forgotten."""
+        process = (peer.pid, peer.uid, name)
+        known = self._known.pop(process, 0)
+        self.total += count - known if count >= known else count  # fewer: another process, with the pid of one gone
+        self._known[process] = count
+        while len(self._known) > _PROCESSES_MAX:
+            self._known.popitem(last=False)

@@ -8,7 +8,6 @@ and a segment is sealed only after the worker said that all of it is filled. Kno
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
@@ -17,11 +16,10 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcached.daemon.admission import admit
 from weightcached.daemon.children import Child, describe_exit
-from weightcached.daemon.generation import CheckpointReceipts, Generation
+from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
 from weightcached.daemon.progress import ProgressTracker
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
@@ -31,7 +29,7 @@ from weightcached.protocol.errors import ProtocolError, TransferError, WeightCac
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory import host, names
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -46,7 +44,6 @@ from weightcached.protocol.worker_messages import (
 WORKER_MODULE = "weightcached.loader.worker"
 _EXIT_TIMEOUT_S = 10.0
 _LAST_FRAME_TIMEOUT_S = 1.0
-_HASH_PIECE_BYTES = 256 * 1024
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class TransientFailure(Exception):
 class LoadRequest:
     """What to load, and what the keeper knows about it."""
 
-    model_dir: Path
+    origin: Origin
     config: CacheConfig
     provenance: Provenance
     trusted_filesystems: tuple[str, ...]
@@ -82,7 +79,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
     async with _started_worker() as worker:
         await worker.send(
             Job(
-                model_dir=str(request.model_dir),
+                model_dir=request.origin.model_dir,
                 config=request.config.model_dump(),
                 generation=generation_id,
                 keeper_pid=os.getpid(),
@@ -109,12 +106,13 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
         digest = request.known_digest(receipts)
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
-                memory.append(host.allocate(nbytes, name=f"weightcached:{generation_id[:8]}:{number}"))
+                memory.append(host.allocate(nbytes, name=names.segment_name(generation_id, number)))
             rankless = request.config.rankless_fingerprint
+            receipts_version = version_of(rankless, digest=None, receipts=receipts.sha256)
             await worker.send(
                 Memory(
                     version=version_of(rankless, digest=digest, receipts=receipts.sha256),
-                    receipts_version=version_of(rankless, digest=None, receipts=receipts.sha256),
+                    receipts_version=receipts_version,
                     digest=digest,
                 ),
                 [memory[number] for number in range(len(memory))],
@@ -126,7 +124,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 _check_manifest(done, manifest)
                 progress.update("seal")
                 await worker.seal(memory)
-                sha256 = await _sha256(manifest[0], nbytes=done.manifest_nbytes)
+                sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
                 # The worker has said all it had to say: the block's end ends it, and nobody waits for its exit.
                 return Generation(
                     id=generation_id,
@@ -139,8 +137,10 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                     bytes_read=done.bytes_read,
                     accounting=planned.accounting,
                     receipts=receipts,
+                    receipts_version=receipts_version,
                     digest=digest,
                     provenance=request.provenance,
+                    origin=request.origin,
                     seconds=done.seconds,
                 )
 
@@ -163,15 +163,6 @@ def _check_manifest(done: Done, manifest: OwnedFds) -> None:
     if done.manifest_nbytes > MANIFEST_MAX_BYTES:
         raise TransferError("the manifest is too large", expected=MANIFEST_MAX_BYTES, found=done.manifest_nbytes)
     host.verify(manifest[0], nbytes=done.manifest_nbytes, what="the manifest")
-
-
-async def _sha256(fd: int, *, nbytes: int) -> str:
-    """Hash in pieces, so that no client waits for a large manifest."""
-    digest = hashlib.sha256()
-    for offset in range(0, nbytes, _HASH_PIECE_BYTES):
-        digest.update(os.pread(fd, _HASH_PIECE_BYTES, offset))
-        await asyncio.sleep(0)
-    return digest.hexdigest()
 
 
 class _Worker:

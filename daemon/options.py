@@ -56,6 +56,11 @@ class ServeOptions:
     drain_timeout_s: float
     exchange_timeout_s: float
     connections_max: int
+    connections_per_uid_max: int
+    leases_per_uid_max: int
+    in_flight_max_mib: int
+    """Of frames that are half received or half sent, for all clients together; half of it for one user."""
+    verify_on_adopt: bool
     log_format: str
     log_level: str
     parent_pid: int | None
@@ -107,6 +112,24 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
     )
     group.add_argument("--connections-max", type=_positive, default=4096, metavar="N", help="default: 4096")
+    group.add_argument(
+        "--connections-per-uid-max", type=_positive, default=2048, metavar="N", help="for one user (default: 2048)"
+    )
+    group.add_argument(
+        "--leases-per-uid-max", type=_positive, default=1024, metavar="N", help="for one user (default: 1024)"
+    )
+    group.add_argument(
+        "--in-flight-max",
+        type=_positive,
+        default=32,
+        metavar="MIB",
+        help="frames half received or half sent, in all; half of it for one user (default: 32)",
+    )
+    group.add_argument(
+        "--verify-on-adopt",
+        action="store_true",
+        help="hash resident weights before serving them again after a restart",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -155,6 +178,10 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
         connections_max=given.connections_max,
+        connections_per_uid_max=given.connections_per_uid_max,
+        leases_per_uid_max=given.leases_per_uid_max,
+        in_flight_max_mib=given.in_flight_max,
+        verify_on_adopt=given.verify_on_adopt,
         log_format=given.log_format,
         log_level=given.log_level,
         parent_pid=given.parent_pid,

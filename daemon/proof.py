@@ -8,13 +8,13 @@ what is done with a verdict (send, wait, compute a digest) is the connection's b
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from weightcached.daemon.generation import Generation
+from weightcached.daemon.state_record import PROVEN_MAX
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven, WeightCacheError
 from weightcached.protocol.messages import Hello
-
-PROVEN_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,31 @@ class ProvenReceipts:
     """Receipts of other views of our files (another mount) that a digest has proven; the oldest are forgotten first.
 
     Belongs to one generation. Only receipts that their sender trusts get in: others prove nothing the next time either.
+    ``on_new`` is called after one that was not known.
     """
 
-    def __init__(self, *, at_most: int = PROVEN_MAX) -> None:
+    def __init__(
+        self, known: Iterable[str] = (), *, at_most: int = PROVEN_MAX, on_new: Callable[[], None] | None = None
+    ) -> None:
         self._at_most = at_most
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, None] = OrderedDict.fromkeys(known)
+        self.on_new = on_new
 
     def __contains__(self, receipts: str) -> bool:
         return receipts in self._known
 
+    def __iter__(self) -> Iterator[str]:
+        """Oldest first."""
+        return iter(self._known)
+
     def remember(self, receipts: str) -> None:
+        new = receipts not in self._known
         self._known[receipts] = None
         self._known.move_to_end(receipts)
         while len(self._known) > self._at_most:
             self._known.popitem(last=False)
+        if new and self.on_new is not None:
+            self.on_new()
 
 
 def prove(hello: Hello, generation: Generation, proven: ProvenReceipts) -> Verdict:

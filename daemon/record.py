@@ -9,17 +9,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import Digesting
 from weightcached.daemon.generation import Generation
-from weightcached.daemon.leases import LeaseBook
+from weightcached.daemon.leases import FallbackCount, LeaseBook
 from weightcached.daemon.options import ServeOptions
 from weightcached.daemon.progress import Changes, ProgressTracker
 from weightcached.daemon.proof import ProvenReceipts
+from weightcached.daemon.quota import Quota
 from weightcached.daemon.states import State, StateMachine
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.messages import Release, Released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,27 @@ class Published:
     generation: Generation
     proven: ProvenReceipts
     digesting: Digesting
+    unproven: str | None = None
+    """Why the files on disk were not seen to be what is served; ``None`` where they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What clients use of it, and how much they may."""
+
+    connections: Quota
+    leases: Quota
+    in_flight: Quota
+    """Bytes."""
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> Limits:
+        in_flight_nbytes = options.in_flight_max_mib << 20
+        return cls(
+            connections=Quota(in_all=options.connections_max, each=options.connections_per_uid_max),
+            leases=Quota(in_all=options.connections_max, each=options.leases_per_uid_max),
+            in_flight=Quota(in_all=in_flight_nbytes, each=in_flight_nbytes // 2),
+        )
 
 
 @dataclass(kw_only=True)
@@ -41,9 +66,16 @@ class Record:
     progress: ProgressTracker
     machine: StateMachine
     changes: Changes
+    limits: Limits
+    release: Callable[[Release], Awaitable[Released]]
+    """Carries out what a client that may say so has said."""
+    custody: Custody | None = None
+    adoption_seconds: float | None = None
+    """From the start of this process until it served what it adopted."""
     leases: LeaseBook = field(default_factory=LeaseBook)
+    fallbacks: FallbackCount = field(default_factory=FallbackCount)
     attaches: Counter[str] = field(default_factory=Counter)
-    """Hello by outcome: ``granted``, ``unproven``, or the code it was refused with."""
+    """Hello and Resume by outcome: ``granted``, ``resumed``, ``unproven``, or the code it was refused with."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """Says "same run of the keeper"."""
     started_s: float = field(default_factory=time.monotonic)

@@ -15,6 +15,8 @@ import uvloop
 from weightcached.daemon import log as logs
 from weightcached.daemon.claim import take
 from weightcached.daemon.keeper import Keeper
+from weightcached.daemon.listen_fds import take_handed_over
+from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import USAGE_EXIT, parse_serve
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.processes import die_with_parent
@@ -37,13 +39,17 @@ def main(argv: list[str]) -> int:
     logs.configure(format_name=options.log_format, level=options.log_level, place=str(options.place))
     _raise_descriptor_limit()
     try:
+        handed = take_handed_over()
+        notifier = Notifier.from_environment()
         claim = take(options.place, options.allowed)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(Keeper(options, claim).run())
+                runner.run(Keeper(options, claim, handed, notifier).run())
         finally:
             claim.unlink()
             claim.release()
+            if notifier is not None:
+                notifier.close()
     except WeightCacheError as error:
         log.error("cannot start: %s", error, extra={"code": error.code})
         return _CANNOT_START_EXIT

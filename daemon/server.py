@@ -12,10 +12,12 @@ import logging
 import socket
 
 from weightcached.daemon.connection import Connection, say_at_once
+from weightcached.daemon.quota import Quota
 from weightcached.daemon.record import Record
 from weightcached.daemon.refusals import refusal
 from weightcached.protocol.errors import DaemonDraining, DaemonNotReady
-from weightcached.protocol.messages import Refused
+from weightcached.protocol.messages import Event, Refused
+from weightcached.protocol.peers import peer_of
 
 _ACCEPTS_PER_WAKE = 32
 _BACKOFF_FIRST_S = 0.05
@@ -68,24 +70,24 @@ class Server:
         self._resume = loop.call_later(self._backoff_s, self.start)
 
     def _admit(self, accepted: socket.socket) -> None:
-        limit = self._record.options.connections_max
-        if len(self._connections) >= limit:
+        quota, uid = self._record.limits.connections, peer_of(accepted).uid
+        if not quota.take(uid):
             self._record.attaches[DaemonNotReady.code] += 1
-            _turn_away(
-                accepted,
-                refusal(
-                    DaemonNotReady(
-                        "the daemon has as many connections as it takes",
-                        expected=f"fewer than {limit}",
-                        next_step="try again when engines have left, or raise --connections-max",
-                    )
-                ),
-            )
+            _turn_away(accepted, _too_many(quota, uid))
             return
         connection = Connection(accepted, self._record)
         task = asyncio.create_task(connection.serve(), name=f"connection of {connection.peer}")
         self._connections[task] = connection
-        task.add_done_callback(self._connections.pop)
+        task.add_done_callback(lambda done: self._ended(done, uid))
+
+    def _ended(self, task: asyncio.Task[None], uid: int) -> None:
+        del self._connections[task]
+        self._record.limits.connections.give(uid)
+
+    def tell(self, event: Event) -> None:
+        """Say ``event`` on every lease."""
+        for connection in list(self._connections.values()):
+            connection.tell(event)
 
     async def drain(self) -> None:
         """End every connection on which nothing is under way, leases included, and wait for the others to be answered.
@@ -133,6 +135,21 @@ def _turn_away(accepted: socket.socket, refused: Refused) -> None:
     with accepted:
         accepted.setblocking(False)
         say_at_once(accepted, refused)
+
+
+def _too_many(quota: Quota, uid: int) -> Refused:
+    one_user = quota.used < quota.in_all
+    return refusal(
+        DaemonNotReady(
+            "this user has as many connections as one may have"
+            if one_user
+            else "the daemon has as many connections as it takes",
+            expected=f"fewer than {quota.each if one_user else quota.in_all}",
+            found=f"{quota.used_by(uid)} of uid {uid}, {quota.used} in all",
+            next_step="try again when engines have left, or raise "
+            + ("--connections-per-uid-max" if one_user else "--connections-max"),
+        )
+    )
 
 
 def _draining() -> Refused:

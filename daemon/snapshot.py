@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from weightcached.daemon.record import Record
+from weightcached.daemon.vault import Keeping
 from weightcached.protocol.messages import Report, shortened
 
 DAEMON_VERSION = version("weightcached")
@@ -19,7 +20,9 @@ _SHORT_MAX_CHARACTERS = 1024
 def report(record: Record) -> Report:
     """Everything there is to show, at this moment."""
     options = record.options
-    generation = record.published.generation if record.published is not None else None
+    published, custody = record.published, record.custody
+    generation = published.generation if published is not None else None
+    keeping = custody.keeping if custody is not None else Keeping("none")
     progress = record.progress.current
     return Report(
         daemon_version=DAEMON_VERSION,
@@ -51,6 +54,18 @@ def report(record: Record) -> Report:
         load_seconds=generation.seconds if generation is not None else {},
         bytes_read=generation.bytes_read if generation is not None else 0,
         attaches=dict(record.attaches),
+        vault=keeping.state,
+        vault_reason=shortened(keeping.reason) if keeping.reason is not None else None,
+        proven=published is not None and published.unproven is None,
+        unproven_reason=shortened(published.unproven) if published is not None and published.unproven else None,
+        generations=(published is not None) + (len(custody.candidates) + len(custody.quarantined) if custody else 0),
+        quarantined=tuple(custody.quarantined) if custody is not None else (),
+        quarantined_nbytes=sum(one.nbytes for one in custody.quarantined.values()) if custody is not None else 0,
+        starts=custody.record.starts if custody is not None else 0,
+        adoptions=custody.record.adoptions if custody is not None else 0,
+        adoption_seconds=record.adoption_seconds,
+        heartbeat_age_s=record.leases.silence_s(),
+        disk_fallbacks=record.fallbacks.total,
     )
 
 

@@ -148,6 +148,11 @@ class StateFile:
         sequence, record = max(valid, key=lambda found: found[0])
         return cls(fd, record, sequence, None)
 
+    @property
+    def sequence(self) -> int:
+        """Of the record that counts; 0 where there is none."""
+        return self._sequence
+
     def write(self, record: StateRecord) -> None:
         """Make it the one that counts. Raises ValueError for one that does not fit into a slot: nothing is changed."""
         payload = msgpack.packb(record.model_dump())

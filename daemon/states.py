@@ -1,8 +1,9 @@
 """The keeper's states, as a table. Owns which state may follow which; pure. Only the keeper moves the machine.
 
-``starting`` finds out what to load, ``loading`` fills memory (and waits between attempts), ``ready`` serves, ``failed``
-answers with the reason, ``draining`` refuses and ends what is under way, ``stopped`` is the end. Updates and adoption
-will add their own states; a move that the table does not have is a bug, and ends the process.
+``starting`` finds out what there is, ``adopting`` checks what a vault handed back, ``loading`` fills memory (and waits
+between attempts), ``ready`` serves, ``failed`` answers with the reason, ``draining`` refuses and ends what is under
+way, ``stopped`` is the end. Updates will add their own state; a move that the table does not have is a bug, and ends
+the process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import MappingProxyType
 
 class State(StrEnum):
     STARTING = "starting"
+    ADOPTING = "adopting"
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
@@ -23,7 +25,8 @@ class State(StrEnum):
 
 TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
     {
-        State.STARTING: frozenset({State.LOADING, State.FAILED, State.DRAINING}),
+        State.STARTING: frozenset({State.ADOPTING, State.LOADING, State.FAILED, State.DRAINING}),
+        State.ADOPTING: frozenset({State.READY, State.LOADING, State.FAILED, State.DRAINING}),
         State.LOADING: frozenset({State.READY, State.FAILED, State.DRAINING}),
         State.READY: frozenset({State.DRAINING}),
         State.FAILED: frozenset({State.DRAINING}),

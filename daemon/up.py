@@ -1,9 +1,9 @@
 """``weightcached up``: all ranks of a model on this host, in the foreground. Starts one ``serve`` per rank and owns
-them all.
+them all. Each is under a supervisor, which starts it again when it dies and keeps its weights meanwhile.
 
-Signals go to every rank. When a rank ends that was not told to, the others are stopped and the exit status is not 0.
-Ranks die with this process, even if it is killed. Their logs come through here: lines of text get the rank in front,
-JSON carries it.
+Signals go to every rank. When a rank ends for good that was not told to, the others are stopped and the exit status is
+not 0. Ranks die with this process, even if it is killed, and their weights with them. Their logs come through here:
+lines of text get the rank in front, JSON carries it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,24 @@ def main(argv: list[str]) -> int:
         print(f"weightcached up: {error}", file=sys.stderr)
         return USAGE_EXIT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Ranks(argv, tp_size=given.tp_size, prefix=given.log_format == "text").run())
+        ranks = Ranks(argv, tp_size=given.tp_size, log_format=given.log_format, log_level=given.log_level)
+        return runner.run(ranks.run())
 
 
 def check(given: argparse.Namespace) -> None:
     """Whether every rank's options can be used: found out once, here, and not once per rank."""
     for rank in range(given.tp_size):
-        serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=os.getpid()))
+        serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=None))
 
 
 class Ranks:
     """The ranks' processes, from start to end."""
 
-    def __init__(self, arguments: Sequence[str], *, tp_size: int, prefix: bool) -> None:
+    def __init__(self, arguments: Sequence[str], *, tp_size: int, log_format: str, log_level: str) -> None:
         self._arguments = arguments
+        self._log_arguments = ("--log-format", log_format, "--log-level", log_level)
         self._tp_size = tp_size
-        self._prefix = prefix
+        self._prefix = log_format == "text"
         self._processes: dict[int, Process] = {}
         self._told = False
 
@@ -84,12 +86,9 @@ class Ranks:
     async def _start(self, rank: int) -> Process:
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "weightcached.daemon",
-            "serve",
-            *self._arguments,
-            *("--tp-rank", str(rank), "--parent-pid", str(os.getpid())),
+            *(sys.executable, "-P", "-m", "weightcached.daemon", "supervise"),
+            *("--parent-pid", str(os.getpid()), *self._log_arguments, "--"),
+            *("serve", *self._arguments, "--tp-rank", str(rank)),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,

@@ -40,6 +40,8 @@ class Keeping:
 class Vault(Protocol):
     """Descriptors that are passed stay the caller's. Nothing here raises because of the manager."""
 
+    keeps: bool
+    """Whether there is anybody to keep anything."""
     outlives_stop: bool
     """Whether what is kept is still there after this process has stopped with exit status 0."""
 
@@ -56,6 +58,7 @@ class Vault(Protocol):
 class NoVault:
     """No service manager, or one without a store: nothing outlives this process."""
 
+    keeps = False
     outlives_stop = False
 
     async def keep(self, items: Sequence[tuple[str, int]]) -> Keeping:
@@ -74,6 +77,8 @@ class NoVault:
 
 class NotifyVault:
     """Through ``notifier``, which stays the caller's. ``handed`` names what is in the store already."""
+
+    keeps = True
 
     def __init__(self, notifier: Notifier, *, handed: Iterable[str], store_max: int | None, unit: str | None) -> None:
         self._notifier = notifier

@@ -32,7 +32,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory import host, names
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
@@ -109,7 +109,7 @@ def _serve(channel: Channel) -> None:
         receipts_version=memory.receipts_version,
         digest=memory.digest,
     )
-    with _sealed(manifest) as fd:
+    with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
             resident_nbytes=prepared.placement.segment_nbytes,
@@ -164,9 +164,9 @@ def _prepare_torch(channel: Channel) -> None:
 
 
 @contextmanager
-def _sealed(data: bytes) -> Iterator[int]:
+def _sealed(data: bytes, *, name: str) -> Iterator[int]:
     """A sealed memfd with ``data``, closed afterwards."""
-    fd = host.allocate(len(data), name="weightcached:manifest")
+    fd = host.allocate(len(data), name=name)
     try:
         view = memoryview(data)
         done = 0

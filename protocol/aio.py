@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from weightcached.protocol.framing import Frame, FrameReceiver, FrameSender, encode_frame
+from weightcached.protocol.framing import Budget, Frame, FrameReceiver, FrameSender, encode_frame
 from weightcached.protocol.messages import Dialect, Message
 
 _CLOSED_HERE = "the connection was closed here"
@@ -24,23 +24,38 @@ class AsyncChannel:
     Deadlines are the caller's: cancel a call (``asyncio.timeout``) and close the channel.
     """
 
-    def __init__(self, connection: socket.socket, *, outgoing: Dialect, incoming: Dialect) -> None:
+    def __init__(
+        self, connection: socket.socket, *, outgoing: Dialect, incoming: Dialect, budget: Budget | None = None
+    ) -> None:
+        """``budget`` is asked for room for every body, incoming and outgoing, for as long as it is under way."""
         connection.setblocking(False)
         self.connection = connection
         self._outgoing = outgoing
-        self._receiver = FrameReceiver(incoming)
+        self._budget = budget
+        self._receiver = FrameReceiver(incoming, budget=budget)
         self._waits: list[Callable[[], None]] = []
 
     async def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one frame; ``fds`` stay the caller's. Raises PeerClosed, or ConnectionError when closed here."""
-        sender = FrameSender(encode_frame(self._outgoing, message, fd_count=len(fds)), tuple(fds))
-        while True:
-            self._require_open()
-            try:
-                if sender.step(self.connection):
-                    return
-            except BlockingIOError:
-                await self._ready(writing=True)
+        """Send one frame; ``fds`` stay the caller's. Raises PeerClosed, ConnectionError when closed here, and what the
+        budget raises.
+        """
+        data = encode_frame(self._outgoing, message, fd_count=len(fds))
+        sender = FrameSender(data, tuple(fds))
+        taken = False
+        try:
+            while True:
+                self._require_open()
+                try:
+                    if sender.step(self.connection):
+                        return
+                except BlockingIOError:
+                    if self._budget is not None and not taken:  # until the peer has read, it stays in our memory
+                        self._budget.take(len(data))
+                        taken = True
+                    await self._ready(writing=True)
+        finally:
+            if self._budget is not None and taken:
+                self._budget.give(len(data))
 
     async def readable(self) -> None:
         """Wait until something can be received, end of file included, and receive nothing."""

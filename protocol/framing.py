@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 from pydantic import ValidationError
@@ -163,11 +163,23 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
+class Budget(Protocol):
+    """Room for bodies that are not whole yet."""
+
+    def take(self, nbytes: int) -> None:
+        """Called before a body is allocated. May raise; the stream is then of no more use."""
+
+    def give(self, nbytes: int) -> None:
+        """Called when the body has become a message, or never will."""
+
+
 class FrameReceiver:
     """Assembles frames from a non-blocking socket by exact reads. Owns received descriptors until a frame is whole."""
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: Dialect, *, budget: Budget | None = None) -> None:
         self._dialect = dialect
+        self._budget = budget
+        self._taken_nbytes = 0
         # CMSG_SPACE would admit one descriptor more than asked for on 64-bit machines.
         self._control_nbytes = socket.CMSG_LEN(dialect.fds_max * _FD_BYTES) if dialect.fds_max else 0
         self._fds: list[int] = []
@@ -197,6 +209,7 @@ class FrameReceiver:
             if self._header is None:
                 self._header = self._checked_header()
                 if self._header.body_nbytes:
+                    self._take(self._header.body_nbytes)
                     self._buffer, self._filled = bytearray(self._header.body_nbytes), 0
                     return None
                 self._buffer = bytearray()
@@ -247,10 +260,22 @@ class FrameReceiver:
         message = decode_body(self._dialect, header, self._buffer)
         fds, self._fds = OwnedFds(self._fds), []
         self._start()
+        self._give()
         return Frame(message, fds)
 
+    def _take(self, nbytes: int) -> None:
+        if self._budget is not None:
+            self._budget.take(nbytes)
+            self._taken_nbytes = nbytes
+
+    def _give(self) -> None:
+        nbytes, self._taken_nbytes = self._taken_nbytes, 0
+        if self._budget is not None and nbytes:
+            self._budget.give(nbytes)
+
     def close(self) -> None:
-        """Close the descriptors of a frame that will not be completed."""
+        """Close the descriptors of a frame that will not be completed. Safe to call twice."""
+        self._give()
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)

@@ -66,7 +66,7 @@ class Resume(Message):
     """A client that holds a generation already asks for a lease of it, on a new connection: the keeper was restarted.
 
     Answered with a :class:`Grant` that carries no descriptors, or ``Refused``: ``generation_gone`` when another
-    generation is served here now.
+    generation is served here now, or will be. While the keeper finds out, :class:`Loading` comes first.
     """
 
     client_version: ShortText
@@ -79,8 +79,12 @@ class Resume(Message):
 
 class Release(Message):
     """Give up the weights and the place: empty the vault, remove the socket file, stop. Answered with
-    :class:`Released`. Only root and the daemon's own user may say it.
+    :class:`Released` before it is done; it is done when the socket file is gone. Only root and the daemon's own user
+    may say it.
     """
+
+    quarantined_only: bool = False
+    """Give up only what is held and not served, and go on serving."""
 
 
 class Status(Message):
@@ -182,7 +186,7 @@ class Event(Message):
 
 
 class Released(Message):
-    """The place is given up: no weights are cached here any more, and the daemon ends."""
+    """What is being given up."""
 
     generations: Count
     resident_nbytes: Count

@@ -1,6 +1,6 @@
-"""Owns what a helper process does to itself at its start: die with its parent, step back behind the engines.
+"""Owns what a process does to itself at its start (die with its parent, step back behind the engines), and its age.
 
-Called by processes that weightcached starts (the worker, the digest process) on themselves; never by an engine.
+Called by the processes of weightcached (keeper, worker, digest process) on themselves; never by an engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import signal
+import time
 
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
@@ -29,6 +30,14 @@ def die_with_parent(expected_parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
     if os.getppid() != expected_parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def age_s() -> float:
+    """For how long this process has been running, to a hundredth of a second."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        after_name = file.read().rpartition(")")[2].split()
+    started_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def lower_priority() -> tuple[str, ...]:

@@ -1,0 +1,278 @@
+"""How the keeper comes by a generation: it adopts what a vault handed back, or it loads.
+
+Owns the order of attempts, with their reasons; what is refused for good leaves the vault here. Publishes nothing. The
+checks of what came back are ``adoption.py``'s, one attempt to load is ``loading.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.daemon.adoption import Whole, examine, require_same_config, with_options
+from weightcached.daemon.children import Child, parent_arguments
+from weightcached.daemon.custody import Custody
+from weightcached.daemon.digesting import compute, remembered
+from weightcached.daemon.generation import Generation, Origin
+from weightcached.daemon.loading import LoadRequest, TransientFailure, load
+from weightcached.daemon.patience import in_thread
+from weightcached.daemon.proof import ProvenReceipts
+from weightcached.daemon.record import Record
+from weightcached.daemon.reproving import Contradicted, Proven, compare
+from weightcached.daemon.states import State
+from weightcached.daemon.text import binary_size
+from weightcached.protocol.config import CacheConfig, Provenance, build_config, provenance_of
+from weightcached.protocol.errors import (
+    CheckpointUnproven,
+    ContractError,
+    InsufficientMemory,
+    ModelConfigError,
+    TransferError,
+    WeightCacheError,
+)
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory import host
+
+HUB_MODULE = "weightcached.protocol.hub"
+VERIFY_MODULE = "weightcached.loader.verify"
+RETRY_DELAYS_S = (1.0, 2.0, 4.0)
+"""Pauses before loading again after a transient failure; then the failure stands."""
+CONFIG_TIMEOUT_S = 1.0
+"""For reading ``config.json`` of weights that are here already: longer than that, and it counts as unreadable."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """``unproven`` says why the files they came from were not seen to be the same; ``None`` where they were."""
+
+    generation: Generation
+    proven: ProvenReceipts
+    unproven: str | None
+
+
+class Acquiring:
+    """Used once, by the keeper. Moves the state to ``adopting`` and ``loading``; never further."""
+
+    def __init__(self, record: Record, custody: Custody) -> None:
+        self._record = record
+        self._custody = custody
+        self._options = record.options
+
+    # Adopting
+
+    async def adopt(self) -> Adopted | None:
+        """Take over the first generation from the vault that is whole and what was asked for; ``None`` if none is.
+
+        Each that is not is logged with its reason, which also becomes the record's last error. One that is not whole is
+        removed from the vault; one that is something else stays there until it is replaced.
+        """
+        if not self._custody.candidates:
+            return None
+        self._record.machine.move(State.ADOPTING)
+        self._record.progress.update("adopt")
+        adopted = None
+        try:
+            for generation_id in self._in_order():
+                if (adopted := await self._try(generation_id)) is not None:
+                    break
+        except asyncio.CancelledError:
+            self._custody.attempt_ended()  # we are told to stop, which says nothing about the weights
+            raise
+        # An error of ours does not come by here, no more than a kill: those are the attempts that count.
+        self._custody.attempt_ended()
+        return adopted
+
+    def _in_order(self) -> list[str]:
+        """The one that was served first, then those that are recorded, the newest first, then the others."""
+        recorded = [one.id for one in self._custody.record.generations]
+        current = self._custody.record.current
+        return sorted(
+            self._custody.candidates,
+            key=lambda id_: (id_ != current, -recorded.index(id_) if id_ in recorded else len(recorded)),
+        )
+
+    async def _try(self, generation_id: str) -> Adopted | None:
+        custody = self._custody
+        try:
+            recorded = custody.record.generation(generation_id)
+            whole = await examine(generation_id, custody.candidates[generation_id], recorded)
+            unproven = await self._require_wanted(whole)
+            if self._options.verify_on_adopt:
+                await _verify(whole)
+        except WeightCacheError as error:
+            log.error("not adopted", extra={"generation": generation_id, "code": error.code, "reason": str(error)})
+            self._record.last_error = error
+            if isinstance(error, TransferError):
+                await custody.refuse(generation_id)
+            return None
+        return self._take(whole, unproven)
+
+    def _take(self, whole: Whole, unproven: str | None) -> Adopted:
+        origin = Origin.of(self._options.model)
+        nowhere = Provenance(path=origin.model_dir, host=os.uname().nodename)
+        generation = whole.generation(self._custody.holdings.take, provenance=nowhere, origin=origin)
+        self._custody.adopted(generation)
+        self._record.config = whole.config
+        self._record.model_path = generation.origin.model_dir
+        return Adopted(generation, ProvenReceipts(whole.record.proven_receipts if whole.record else ()), unproven)
+
+    async def _require_wanted(self, whole: Whole) -> str | None:
+        """Raises the reason why it is not what the options ask for. Returns why the files are not proven, if so."""
+        origin = _origin_of(whole)
+        if origin is not None and not origin.is_what(self._options.model):
+            await self._require_same_content(whole, origin)
+            return None
+        model_dir = Path(origin.model_dir if origin is not None else self._options.model)
+        try:
+            async with asyncio.timeout(CONFIG_TIMEOUT_S):
+                asked = await self._read_config(model_dir)
+        except TimeoutError:
+            reason = f"config.json was not read within {CONFIG_TIMEOUT_S:g} s"
+        except ModelConfigError as error:
+            reason = str(error)
+        else:
+            require_same_config(whole.config, asked)
+            return "the files were not looked at yet"
+        log.warning("adopting without config.json", extra={"reason": reason})
+        require_same_config(whole.config, with_options(whole.config, self._options))
+        return reason
+
+    async def _require_same_content(self, whole: Whole, origin: Origin) -> None:
+        """Another checkpoint was asked for than the one that is here: only its content can say that it is the same."""
+        self._record.progress.update("prove")
+        asked = await self._origin()
+        require_same_config(whole.config, await self._read_config(Path(asked.model_dir)))
+        answer = await compute(
+            asked.model_dir,
+            cache_dir=self._options.cache_dir,
+            trusted_filesystems=self._options.trusted_filesystems,
+        )
+        verdict = compare(whole.evidence(origin.model_dir), answer)
+        if isinstance(verdict, Contradicted):
+            raise verdict.error
+        if not isinstance(verdict, Proven):
+            raise CheckpointUnproven(
+                "the kept weights cannot be shown to be the checkpoint that was asked for, so it is loaded anew",
+                expected=asked.model_dir,
+                found=f"weights from {origin.model_dir}; {verdict.reason}",
+            )
+
+    # Loading
+
+    async def load(self) -> Generation:
+        """Find out what to load and load it, again after a pause when a failure was transient. Raises the error that
+        stands in the end. The caller owns the generation.
+        """
+        request = await self._find_out()
+        self._record.machine.move(State.LOADING)
+        for delay_s in (*RETRY_DELAYS_S, None):
+            try:
+                return await load(request, self._record.progress)
+            except InsufficientMemory as error:
+                raise self._beside_kept(error) from error
+            except TransientFailure as failure:
+                self._record.last_error = failure.cause
+                if delay_s is None:
+                    raise self._beside_kept(failure.cause) from failure
+                log.warning("loading again", extra={"after_s": delay_s, "reason": str(failure.cause)})
+                self._record.progress.update(f"wait {delay_s:g} s to load again")
+                await asyncio.sleep(delay_s)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _beside_kept(self, error: WeightCacheError) -> WeightCacheError:
+        """The same; of memory that does not suffice it also says that weights which are not served take some."""
+        custody = self._custody
+        kept = sum(parts.nbytes for parts in custody.candidates.values())
+        kept += sum(one.nbytes for one in custody.quarantined.values())
+        if not kept or not isinstance(error, InsufficientMemory):
+            return error
+        return InsufficientMemory(
+            error.message,
+            expected=error.expected,
+            found=f"{error.found}, beside {binary_size(kept)} of kept weights that are not served",
+            where=error.where,
+            next_step="give up the kept weights with `weightcached release`, then start the daemon again",
+        )
+
+    async def _find_out(self) -> LoadRequest:
+        """Which directory, which config. Reads no weight."""
+        record, options = self._record, self._options
+        record.progress.update("resolve")
+        origin = await self._origin()
+        record.model_path = origin.model_dir
+        model_dir = Path(origin.model_dir)
+        config = await self._read_config(model_dir)
+        provenance = await in_thread(lambda: provenance_of(model_dir))
+        record.config = config
+        record.changes.announce()  # clients of another config need not wait for the load
+        log.info("config", extra={"model": origin.model_dir, "fingerprint": config.fingerprint})
+        return LoadRequest(
+            origin=origin,
+            config=config,
+            provenance=provenance,
+            trusted_filesystems=options.trusted_filesystems,
+            known_digest=lambda receipts: remembered(receipts, options.cache_dir),
+        )
+
+    async def _origin(self) -> Origin:
+        """The checkpoint's directory. A hub id is resolved in a process of its own, so that its libraries stay out of
+        here.
+        """
+        model = self._options.model
+        if await in_thread(Path(model).is_dir):
+            return Origin.of(model)
+        child = await Child.start("hub", HUB_MODULE, [*parent_arguments(), "--", model], answers=True)
+        try:
+            answer = await child.answer()
+        finally:
+            await child.end()
+        if not isinstance(answer.get("path"), str):
+            raise ContractError("the hub process answered without a path", found=sorted(answer))
+        return Origin.of(answer["path"], hub_id=model)
+
+    async def _read_config(self, model_dir: Path) -> CacheConfig:
+        options = self._options
+        return await in_thread(
+            lambda: build_config(
+                model_dir,
+                layout=options.layout,
+                tp_size=options.tp_size,
+                tp_rank=options.tp_rank,
+                dtype=options.dtype,
+                quantization=options.quantization,
+            )
+        )
+
+
+def _origin_of(whole: Whole) -> Origin | None:
+    return None if whole.record is None else Origin(whole.record.model_dir, whole.record.hub_id)
+
+
+async def _verify(whole: Whole) -> None:
+    """Have every resident byte hashed by another process. Raises TransferError when one is not what was published."""
+    parts = whole.parts
+    if parts.manifest is None:
+        raise ValueError("a generation without a manifest is not whole")
+    with OwnedFds() as fds:
+        fds.append(host.export(parts.manifest))
+        for number in sorted(parts.segments):
+            fds.append(host.export(parts.segments[number]))
+        passed = [fds[position] for position in range(len(fds))]
+        arguments = ["--manifest", str(passed[0]), *(f"--segment={fd}" for fd in passed[1:]), *parent_arguments()]
+        child = await Child.start("verify", VERIFY_MODULE, arguments, pass_fds=passed, answers=True)
+        try:
+            answer = await child.answer()
+        finally:
+            await child.end()
+    if answer.get("differing_count") != 0:
+        raise TransferError(
+            "resident bytes are not those that were published",
+            expected=f"{answer.get('rows')} parameters as the manifest describes them",
+            found=f"{answer.get('differing_count')} that differ: {', '.join(map(str, answer.get('differing') or ()))}",
+        )
+    log.info("verified", extra={key: answer.get(key) for key in ("rows", "nbytes", "seconds")})

@@ -1,0 +1,182 @@
+"""Can what a vault handed back be served? The checks, each with its reason; no checkpoint and no weight is read.
+
+Owns judging one generation: is it whole (manifest, segments, sizes, seals, digest of the manifest), and is it of the
+configuration that was asked for. Changes nothing: what becomes of a refused generation is decided by ``acquiring.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from weightcached.daemon.generation import CheckpointReceipts, Evidence, Generation, Origin, sha256_of
+from weightcached.daemon.holdings import Parts
+from weightcached.daemon.options import ServeOptions
+from weightcached.daemon.state_record import GenerationRecord
+from weightcached.protocol.config import (
+    LAYOUT_REVISIONS,
+    CacheConfig,
+    Parallel,
+    Provenance,
+    Quantization,
+    explain_differences,
+)
+from weightcached.protocol.errors import ConfigurationError, TransferError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
+from weightcached.protocol.memory import host
+from weightcached.protocol.messages import AccountingCounts
+
+_FIELDS_SHOWN = 8
+_UNKNOWN_RECEIPTS = CheckpointReceipts("0" * 64, trusted=False, rule="the record of the files' receipts was lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A generation that came back complete. Its descriptors are still the holdings'."""
+
+    id: str
+    parts: Parts
+    meta: ManifestMeta
+    config: CacheConfig
+    record: GenerationRecord | None
+    manifest_nbytes: int
+    manifest_sha256: str
+
+    @property
+    def receipts(self) -> CheckpointReceipts:
+        """Of the files it was loaded from, as far as they are known."""
+        if self.record is None:
+            return _UNKNOWN_RECEIPTS
+        receipts = self.record.receipts
+        return CheckpointReceipts(receipts.sha256, trusted=receipts.trusted, rule=receipts.rule)
+
+    @property
+    def digest(self) -> str | None:
+        return (self.record.digest if self.record is not None else None) or self.meta.digest
+
+    def evidence(self, path: str) -> Evidence:
+        return Evidence(self.digest, self.receipts, path)
+
+    def generation(self, take: Callable[[int], int], *, provenance: Provenance, origin: Origin) -> Generation:
+        """As it was published. ``take`` hands descriptors over; provenance and origin stand in where none was recorded.
+
+        Without a record nothing is known about the files it was loaded from but what the manifest says: a digest or
+        nothing.
+        """
+        record, meta, parts = self.record, self.meta, self.parts
+        if parts.manifest is None:
+            raise ValueError("a generation without a manifest is not whole")
+        memory = OwnedFds([take(parts.manifest), *(take(parts.segments[number]) for number in sorted(parts.segments))])
+        return Generation(
+            id=self.id,
+            config=self.config,
+            memory=memory,
+            manifest_nbytes=self.manifest_nbytes,
+            manifest_sha256=self.manifest_sha256,
+            segments_nbytes=meta.segments_nbytes,
+            resident_nbytes=record.resident_nbytes if record is not None else sum(meta.segments_nbytes),
+            bytes_read=meta.bytes_read,
+            accounting=record.accounting if record is not None else _NOT_COUNTED,
+            receipts=self.receipts,
+            receipts_version=meta.receipts_version,
+            digest=self.digest,
+            provenance=record.provenance if record is not None else provenance,
+            origin=Origin(record.model_dir, record.hub_id) if record is not None else origin,
+            seconds=meta.seconds,
+        )
+
+
+_NOT_COUNTED = AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0)
+
+
+async def examine(generation_id: str, parts: Parts, record: GenerationRecord | None) -> Whole:
+    """Check that the generation is whole and says of itself what was recorded. Raises TransferError with the reason.
+
+    Costs a hash of the manifest and no look at a segment's bytes.
+    """
+    if parts.problem is not None:
+        raise _torn(parts.problem)
+    if parts.manifest is None:
+        raise _torn(f"{len(parts.segments)} segments came without the manifest, which is stored last")
+    nbytes = os.fstat(parts.manifest).st_size
+    if nbytes > MANIFEST_MAX_BYTES:
+        raise _torn("the manifest is too large", expected=MANIFEST_MAX_BYTES, found=nbytes)
+    host.verify(parts.manifest, nbytes=nbytes, what="the manifest")
+    sha256 = await sha256_of(parts.manifest, nbytes=nbytes)
+    if record is not None and (sha256, nbytes) != (record.manifest_sha256, record.manifest_nbytes):
+        raise _torn("the manifest is not the one that was published", expected=record.manifest_sha256, found=sha256)
+    meta = _meta(parts.manifest)
+    if meta.generation != generation_id:
+        raise _torn("the manifest is another generation's", expected=generation_id, found=meta.generation)
+    if sorted(parts.segments) != list(range(len(meta.segments_nbytes))):
+        raise _torn("not all segments came", expected=len(meta.segments_nbytes), found=sorted(parts.segments))
+    for number, size in enumerate(meta.segments_nbytes):
+        host.verify(parts.segments[number], nbytes=size, what=f"segment {number}")
+    return Whole(
+        id=generation_id,
+        parts=parts,
+        meta=meta,
+        config=_config(meta),
+        record=record,
+        manifest_nbytes=nbytes,
+        manifest_sha256=sha256,
+    )
+
+
+def _torn(message: str, *, expected: object = None, found: object = None) -> TransferError:
+    return TransferError(f"what the vault handed back is not whole: {message}", expected=expected, found=found)
+
+
+def _meta(manifest_fd: int) -> ManifestMeta:
+    fd = host.export(manifest_fd)  # with a file position of its own
+    with open(fd, "rb", buffering=0) as file:
+        return Manifest.decode_meta(file)
+
+
+def _config(meta: ManifestMeta) -> CacheConfig:
+    try:
+        config = CacheConfig.model_validate(meta.config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigurationError(
+            "the kept weights' configuration is not one that this release knows",
+            expected=first["msg"],
+            found=".".join(map(str, first["loc"])),
+        ) from error
+    if config.fingerprint != meta.fingerprint:
+        raise _torn("its config does not have its fingerprint", expected=meta.fingerprint, found=config.fingerprint)
+    return config
+
+
+def require_same_config(kept: CacheConfig, asked: CacheConfig) -> None:
+    """Raises ConfigurationError naming the fields in which the kept weights are not what was asked for."""
+    if kept.fingerprint == asked.fingerprint:
+        return
+    differences = explain_differences(kept.entries(), asked.entries())
+    shown = [f"{one.field}: kept {one.daemon!r}, asked for {one.client!r}" for one in differences[:_FIELDS_SHOWN]]
+    if more := len(differences) - len(shown):
+        shown.append(f"and {more} more")
+    raise ConfigurationError(
+        "the kept weights are of another configuration, so they are loaded anew",
+        found="; ".join(shown),
+        next_step="restart the daemon with the earlier options if the kept weights are what is wanted",
+    )
+
+
+def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
+    """The config that the options ask for, as far as it can be told without ``config.json``: whatever that decides is
+    as it was.
+    """
+    return kept.model_copy(
+        update={
+            "layout": options.layout,
+            "layout_revision": LAYOUT_REVISIONS[options.layout],
+            "parallel": Parallel(tp_size=options.tp_size, tp_rank=options.tp_rank).model_dump(),
+            "dtype": options.dtype,
+            "quantization": Quantization.named(options.quantization).model_dump(),
+        }
+    )

@@ -1,0 +1,291 @@
+"""Custody of what outlives the keeper: the vault, the state record in it, and what came back from it at the start.
+
+Owns changing the two together, in an order that leaves something usable whenever the keeper is killed: a generation is
+recorded before it is stored, becomes current after all of it is kept, and loses its record after it was removed.
+Adoption attempts are counted here, before anything that could fail is done with what came back. What is adopted,
+published or dropped is decided elsewhere; called by the keeper and its helpers only, on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weightcached.daemon.claim import Claim
+from weightcached.daemon.generation import Generation
+from weightcached.daemon.holdings import LISTENER_NAME, STATE_NAME, Holdings, Parts, stored_names
+from weightcached.daemon.listen_fds import HandedOver
+from weightcached.daemon.state_record import (
+    PROVEN_MAX,
+    BoundSocket,
+    GenerationRecord,
+    ReceiptsRecord,
+    StateFile,
+    StateRecord,
+)
+from weightcached.daemon.vault import Keeping, Vault
+from weightcached.protocol.errors import TransferError
+
+ATTEMPTS_MAX = 3
+"""Adoptions that may fail in a row (the keeper was killed, or crashed); then what came back is quarantined."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A generation that stays in the vault and is not looked at any more."""
+
+    names: frozenset[str]
+    nbytes: int
+
+
+class Custody:
+    """Made by :meth:`open`. Owns the state's descriptor and, until they are taken, those that came back."""
+
+    def __init__(self, vault: Vault, holdings: Holdings, state: StateFile) -> None:
+        self._vault = vault
+        self._state = state
+        self._names: dict[str, set[str]] = {id_: parts.names for id_, parts in holdings.generations.items()}
+        self._listener_names: set[str] = set()
+        self.holdings = holdings
+        self.candidates: dict[str, Parts] = {}
+        """Generations that came back and may be adopted."""
+        self.quarantined: dict[str, Quarantined] = {}
+        self.keeping = Keeping("none", "nothing is in the vault yet")
+        """How the current generation is kept."""
+
+    @classmethod
+    async def open(cls, vault: Vault, handed: HandedOver) -> Custody:
+        """Take over what was handed over, and count this start in the state. Raises nothing for whatever came."""
+        holdings = Holdings.of(handed)
+        state = await _open_state(vault, holdings)
+        custody = cls(vault, holdings, state)
+        custody._count_start()
+        await custody._remove_strangers()
+        return custody
+
+    @property
+    def record(self) -> StateRecord:
+        return self._state.record
+
+    @property
+    def outlives_stop(self) -> bool:
+        """Whether weights are (or may be) still kept when this process has stopped cleanly."""
+        weights = self.keeping.state in ("kept", "unproven") or bool(self.candidates or self.quarantined)
+        return self._vault.outlives_stop and weights
+
+    def _count_start(self) -> None:
+        record = self._state.record
+        came = self.holdings.generations
+        quarantined = [id_ for id_ in record.quarantined if id_ in came]
+        fresh = [id_ for id_ in came if id_ not in quarantined]
+        attempts = record.adoption_attempts
+        if fresh and attempts >= ATTEMPTS_MAX:
+            log.error("quarantined: adoption failed too often", extra={"generations": fresh, "attempts": attempts})
+            quarantined, fresh, attempts = [*quarantined, *fresh], [], 0
+        elif fresh:
+            attempts += 1
+        self._change(
+            starts=record.starts + 1,
+            adoption_attempts=attempts,
+            quarantined=tuple(quarantined),
+            generations=tuple(one for one in record.generations if one.id in came),
+        )
+        self.candidates = {id_: came[id_] for id_ in fresh}
+        self.quarantined = {id_: Quarantined(frozenset(came[id_].names), came[id_].nbytes) for id_ in quarantined}
+        # What is quarantined stays where it is kept; nobody has to hold it here.
+        for parts in (came[id_] for id_ in quarantined):
+            for fd in parts.fds:
+                os.close(self.holdings.take(fd))
+
+    async def _remove_strangers(self) -> None:
+        """Forget what is no part of anything, unless something of ours has the same name."""
+        strangers = self.holdings.strangers
+        if not strangers:
+            return
+        ours = {name for name, _ in (*self.holdings.listeners, *self.holdings.states)}.union(*self._names.values())
+        log.warning("the vault held what is not ours", extra={"names": sorted({name for name, _ in strangers})})
+        for _, fd in strangers:
+            os.close(self.holdings.take(fd))
+        await self._vault.forget({name for name, _ in strangers} - ours)
+
+    # The listener
+
+    async def listen(self, claim: Claim, *, mode: int) -> socket.socket:
+        """The listening socket: the one that was kept, where it is behind the place's socket file, else a new one.
+
+        The caller owns it. Raises what :meth:`Claim.listen` raises.
+        """
+        bound = self.record.bound
+        came = [(name, socket.socket(fileno=self.holdings.take(fd))) for name, fd in self.holdings.listeners]
+        self._listener_names = {name for name, _ in came}
+        if len(came) == 1 and bound is not None:
+            [(_, kept)] = came
+            if claim.adopt(kept, device=bound.device, inode=bound.inode, mode=mode):
+                return kept
+        for _, other in came:
+            other.close()
+        # One that is not behind the path must be gone before anybody asks who listens there: it might be us.
+        await self.give_up_listener()
+        listener = claim.listen(mode=mode)
+        device, inode = claim.bound
+        self._change(bound=BoundSocket(device=device, inode=inode))
+        self._listener_names = {LISTENER_NAME}
+        await self._vault.store([(LISTENER_NAME, listener.fileno())])
+        return listener
+
+    async def give_up_listener(self) -> None:
+        """From now on nobody but us holds it: once it is closed here, clients are refused."""
+        if self._listener_names:
+            await self._vault.forget(sorted(self._listener_names))
+        self._listener_names = set()
+
+    # Generations
+
+    async def entrust(self, generation: Generation) -> None:
+        """Put a generation into the vault, whole or not at all, and make it current. Sets :attr:`keeping`."""
+        names = stored_names(generation.id, segments=len(generation.segments_nbytes))
+        fds = [generation.memory[position] for position in (*range(1, len(generation.memory)), 0)]
+        self._change(generations=(*self.record.generations, record_of(generation)))
+        self._names[generation.id] = set(names)
+        items = list(zip(names, fds, strict=True))
+        self.keeping = await self._vault.keep(items)
+        if self.keeping.state == "dropped" and self.candidates:
+            await self._vault.forget(names)  # there may be room for one only, and this one replaces the others
+            await self.retire()
+            self.keeping = await self._vault.keep(items)
+        if self.keeping.state in ("dropped", "none"):
+            await self._forget([generation.id])
+        else:
+            self._change(current=generation.id)
+        log.info("entrusted", extra={"generation": generation.id, "vault": self.keeping.state})
+
+    def adopted(self, generation: Generation) -> None:
+        """It is served: the attempt has succeeded. It stays where it is kept."""
+        record = self.record
+        others = tuple(one for one in record.generations if one.id != generation.id)
+        del self.candidates[generation.id]
+        self.keeping = Keeping("kept")
+        self._change(
+            generations=(*others, record_of(generation, record.generation(generation.id))),
+            current=generation.id,
+            adoptions=record.adoptions + 1,
+        )
+
+    def attempt_ended(self) -> None:
+        """Adopted, refused for a reason, or told to stop: it was no failure of the kind that is counted."""
+        self._change(adoption_attempts=0)
+
+    async def refuse(self, generation_id: str) -> None:
+        """Remove what came back and can never be adopted."""
+        await self._forget([generation_id])
+
+    async def retire(self) -> None:
+        """Remove every candidate: something else is current now."""
+        await self._forget(list(self.candidates))
+
+    async def release_quarantined(self) -> int:
+        """Remove what is quarantined; how many generations that were."""
+        ids = list(self.quarantined)
+        await self._forget(ids)
+        return len(ids)
+
+    async def _forget(self, ids: Iterable[str]) -> None:
+        ids = list(ids)
+        names = set[str]().union(*(self._names.pop(id_, set()) for id_ in ids))
+        if names:
+            await self._vault.forget(sorted(names))
+        for id_ in ids:
+            self.quarantined.pop(id_, None)
+            if (parts := self.candidates.pop(id_, None)) is not None:
+                for fd in parts.fds:
+                    os.close(self.holdings.take(fd))
+        record = self.record
+        self._change(
+            generations=tuple(one for one in record.generations if one.id not in ids),
+            quarantined=tuple(id_ for id_ in record.quarantined if id_ not in ids),
+            current=None if record.current in ids else record.current,
+        )
+
+    def learned(self, generation: Generation, proven_receipts: Iterable[str]) -> None:
+        """More is known about a generation that is in the vault (or is not: then nothing happens)."""
+        known = self.record.generation(generation.id)
+        if known is None:
+            return
+        newest = tuple(proven_receipts)[-PROVEN_MAX:]
+        updated = record_of(generation, known).model_copy(update={"proven_receipts": newest})
+        self._change(generations=tuple(updated if one.id == generation.id else one for one in self.record.generations))
+
+    async def empty(self) -> None:
+        """Give up everything that is kept: generations, listener, state."""
+        await self._vault.forget(sorted({STATE_NAME, *self._listener_names}.union(*self._names.values())))
+        self._names.clear()
+        self._listener_names.clear()
+        self.candidates.clear()
+        self.quarantined.clear()
+        self.keeping = Keeping("none", "it was emptied")
+        self.holdings.close()
+
+    def close(self) -> None:
+        """Close our own descriptors; what is kept stays kept. Safe to call twice."""
+        self.holdings.close()
+        self._state.close()
+
+    def _change(self, **changes: object) -> None:
+        record = self.record.model_copy(update=changes)
+        try:
+            self._state.write(record)
+        except ValueError as error:
+            log.warning("foreign receipts are not remembered any more", extra={"reason": str(error)})
+            bare = tuple(one.model_copy(update={"proven_receipts": ()}) for one in record.generations)
+            self._state.write(record.model_copy(update={"generations": bare}))
+
+
+async def _open_state(vault: Vault, holdings: Holdings) -> StateFile:
+    """The state that came back; repaired where nothing in it is valid; a new one where none came."""
+    opened = []
+    for name, fd in holdings.states:
+        try:
+            opened.append(StateFile.open(fd))
+        except TransferError as error:
+            log.error("the state in the vault cannot be used", extra={"name_in_vault": name, "reason": str(error)})
+        else:
+            holdings.take(fd)
+    best = max(opened, key=lambda one: one.sequence, default=None)
+    for other in opened:
+        if other is not best:
+            other.close()
+    if best is not None and best.damage is not None:
+        log.error("the state in the vault is damaged: going on without it", extra={"reason": best.damage})
+    if best is not None and len(holdings.states) == 1:
+        return best
+    if holdings.states:
+        await vault.forget({name for name, _ in holdings.states})
+    chosen = best or StateFile.create()
+    await vault.store([(STATE_NAME, chosen.fd)])
+    return chosen
+
+
+def record_of(generation: Generation, known: GenerationRecord | None = None) -> GenerationRecord:
+    """What the next keeper has to know about it. ``known``: what was recorded before."""
+    receipts = generation.receipts
+    return GenerationRecord(
+        id=generation.id,
+        manifest_sha256=generation.manifest_sha256,
+        manifest_nbytes=generation.manifest_nbytes,
+        segments_nbytes=generation.segments_nbytes,
+        resident_nbytes=generation.resident_nbytes,
+        bytes_read=generation.bytes_read,
+        accounting=generation.accounting,
+        receipts=ReceiptsRecord(sha256=receipts.sha256, trusted=receipts.trusted, rule=receipts.rule),
+        digest=generation.digest,
+        provenance=generation.provenance,
+        seconds=generation.seconds,
+        model_dir=generation.origin.model_dir,
+        hub_id=generation.origin.hub_id,
+        proven_receipts=known.proven_receipts if known is not None else (),
+    )
