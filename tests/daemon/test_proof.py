@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from weightcached.daemon.generation import CheckpointReceipts, Generation
+from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin
 from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, ProvenReceipts, prove
 from weightcached.protocol.config import CacheConfig, Parallel, Provenance
+from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.messages import AccountingCounts, Hello
@@ -30,8 +31,10 @@ def generation(*, digest: str | None = None, trusted: bool = True) -> Generation
         bytes_read=0,
         accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),
         receipts=CheckpointReceipts(OURS, trusted=trusted, rule="ext4 is trusted" if trusted else "fuse is not"),
+        receipts_version=version_of(config.rankless_fingerprint, digest=None, receipts=OURS),
         digest=digest,
         provenance=Provenance(path="/model", host="h"),
+        origin=Origin("/model", None),
         seconds={},
     )
 

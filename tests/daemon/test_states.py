@@ -8,9 +8,14 @@ from weightcached.daemon.states import TRANSITIONS, IllegalTransition, State, St
 
 # Written out again, by hand: the test is the second opinion.
 LEGAL = {
+    ("starting", "adopting"),
     ("starting", "loading"),
     ("starting", "failed"),
     ("starting", "draining"),
+    ("adopting", "ready"),
+    ("adopting", "loading"),
+    ("adopting", "failed"),
+    ("adopting", "draining"),
     ("loading", "ready"),
     ("loading", "failed"),
     ("loading", "draining"),
@@ -20,6 +25,7 @@ LEGAL = {
 }
 ROUTES = {
     "starting": [],
+    "adopting": ["adopting"],
     "loading": ["loading"],
     "ready": ["loading", "ready"],
     "failed": ["failed"],

@@ -53,9 +53,9 @@ if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
 import weightcached.daemon.connection as connection, weightcached.daemon.loading as loading
-import weightcached.daemon.keeper as keeper
+import weightcached.daemon.acquiring as acquiring
 loading.WORKER_MODULE = "tests.support.scripted_worker"
-keeper.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
+acquiring.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
 if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):
     setattr(connection, broken, lambda *_: 1 / 0)
 from weightcached.daemon.cli import main
@@ -319,6 +319,7 @@ def scripted_daemon(
     cgroup that the daemon joins first.
     """
     environment = {
+        "PYTHONPATH": str(ROOT),  # where the scripted worker is found
         "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
         "WEIGHTCACHED_TEST_BREAKS": breaking,
         "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),

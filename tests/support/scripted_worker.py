@@ -33,7 +33,7 @@ from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, encode_manifest
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory import host, names
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
@@ -169,7 +169,7 @@ def report(channel: Channel, job: Job, memory: Memory) -> None:
     )
     row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", bytes(16))
     data = encode_manifest(meta, [row], NameAccounting(expected=("weight",), loaded=("weight",)))
-    fd = host.allocate(len(data), name="manifest")
+    fd = host.allocate(len(data), name=names.manifest_name(job.generation))
     os.pwrite(fd, data, 0)
     lie = SCRIPT.get("manifest") if SPOILED else None
     if lie != "unsealed":
