@@ -1,4 +1,5 @@
-"""``weightcached status``: every daemon of a runtime directory, as a table or as JSON. Collects first, renders second.
+"""``weightcached status``: every daemon of a runtime directory, as a table or as JSON. ``seen.py`` collects, this
+renders.
 
 Exit codes: 0 all are ready · 1 some are not ready yet · 2 some failed, are stopping, or do not answer · 3 there are
 none. A place whose socket file is there but whose daemon is not is shown; a place that was stopped cleanly has no
@@ -10,64 +11,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from weightcached.daemon.asking import ask_status, connect
 from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
-from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.errors import DaemonAbsent, DaemonDraining, WeightCacheError
+from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import Report
-from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import Place, places_in, runtime_directory
+from weightcached.protocol.places import runtime_directory
 
-_AT_ONCE = 16
 _LEASES_SHOWN = 20
 _HEADING = ("PLACE", "STATE", "MODEL", "RANK", "PROGRESS", "RESIDENT", "LEASES", "VERSION", "DAEMON")
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One place: its daemon's report, or why there is none."""
-
-    place: Place
-    report: Report | None = None
-    problem: WeightCacheError | None = None
-
-    @property
-    def state(self) -> str:
-        """The daemon's state, or ``unreachable``, ``untrusted_daemon``, … for one that gave no report."""
-        if self.report is not None:
-            return self.report.state
-        if isinstance(self.problem, DaemonDraining):
-            return State.DRAINING
-        return self.problem.code.removeprefix("daemon_") if self.problem is not None else "unreachable"
-
-
-def look(place: Place, *, allowed: AllowList, timeout_s: float) -> Seen:
-    """Ask one place. Blocks up to the timeout."""
-    deadline = Deadline.after(timeout_s)
-    try:
-        channel = connect(place, allowed=allowed, deadline=deadline)
-        try:
-            return Seen(place, report=ask_status(channel, deadline))
-        finally:
-            channel.close()
-    except WeightCacheError as error:
-        return Seen(place, problem=error)
-
-
-def collect(runtime_dir: Path, *, name: str | None, allowed: AllowList, timeout_s: float) -> list[Seen]:
-    """Every place of ``runtime_dir`` that has a socket file, asked at once."""
-    places = [place for place in places_in(runtime_dir) if name is None or place.name == name]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        seen = list(pool.map(partial(look, allowed=allowed, timeout_s=timeout_s), places))
-    return [one for one in seen if not isinstance(one.problem, DaemonAbsent)]
 
 
 def exit_code(seen: Sequence[Seen]) -> int:
@@ -77,7 +31,7 @@ def exit_code(seen: Sequence[Seen]) -> int:
     states = {one.state for one in seen}
     if states == {State.READY}:
         return 0
-    return 1 if states <= {State.READY, State.STARTING, State.LOADING} else 2
+    return 1 if states <= {State.READY, State.STARTING, State.ADOPTING, State.LOADING} else 2
 
 
 def render(seen: Sequence[Seen]) -> list[str]:
@@ -134,24 +88,6 @@ def _details(one: Seen) -> list[str]:
     if one.report.last_error is not None:
         lines.append(f"{one.place}: last error: {one.report.last_error}")
     return lines
-
-
-def as_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Everything known, for programs."""
-    return {"daemons": [_json(one) for one in seen]}
-
-
-def _json(one: Seen) -> dict[str, Any]:
-    if one.report is not None:
-        return {"reachable": True, **one.report.model_dump()}
-    problem = one.problem.as_fields() if one.problem is not None else None
-    return {
-        "reachable": False,
-        "place": str(one.place),
-        "socket_path": str(one.place.socket_path),
-        "state": one.state,
-        "problem": problem,
-    }
 
 
 def main(argv: list[str]) -> int:
