@@ -249,17 +249,34 @@ class TestUp:
         assert status == 0
         assert status_json(runtime_dir) == (3, [])
 
-    def test_one_rank_that_ends_stops_all(self, model: Path, runtime_dir: Path) -> None:
+    def test_one_rank_that_ends_for_good_stops_all(self, model: Path, runtime_dir: Path) -> None:
         process, log = self.start(model, runtime_dir, "--log-format", "text")
         log.wait_for(lambda line: re.search(r"\[rank 1\] .*listening", line) is not None)
         log.wait_for(lambda line: re.search(r"\[rank 0\] .*listening", line) is not None)
         _, seen = status_json(runtime_dir)
-        os.kill(seen[1]["pid"], signal.SIGKILL)
+        os.kill(seen[1]["pid"], signal.SIGTERM)
         assert process.wait(30) == 1
         log.join()
         assert any("rank 1 ended" in line for line in log.lines)
-        code, (left,) = status_json(runtime_dir)  # the socket of the killed one
-        assert (code, left["place"], left["state"]) == (2, "default/host-tp1of2", "unreachable")
+        assert status_json(runtime_dir) == (3, [])
+
+    def test_a_rank_that_is_killed_serves_the_same_weights_again(self, model: Path, runtime_dir: Path) -> None:
+        process, log = self.start(model, runtime_dir)
+        try:
+            assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, "--tp-size", 2).returncode == 0
+            before = status_json(runtime_dir)[1]
+            os.kill(before[1]["pid"], signal.SIGKILL)
+            log.wait_for(lambda line: '"keeper died' in line)
+            assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, "--tp-size", 2).returncode == 0
+            after = status_json(runtime_dir)[1]
+            assert [one["generation"] for one in after] == [one["generation"] for one in before]
+            assert [one["starts"] for one in after] == [1, 2]
+            assert after[0]["pid"] == before[0]["pid"]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(30)
+            log.join()
+        assert status == 0
 
     def test_ranks_die_with_it(self, model: Path, runtime_dir: Path) -> None:
         process, log = self.start(model, runtime_dir)

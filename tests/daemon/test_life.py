@@ -24,7 +24,7 @@ from tests.support.unprivileged import NOBODY, ROOT, command_as, folder_for_ever
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.framing import HEADER, PeerClosed, encode_frame
-from weightcached.protocol.messages import CLIENT_TO_DAEMON, Grant, Loading, Ping, Pong, Refused, Report, Status
+from weightcached.protocol.messages import CLIENT_TO_DAEMON, Event, Grant, Loading, Ping, Pong, Refused, Report, Status
 
 
 def serve_again(daemon: Daemon) -> subprocess.CompletedProcess[str]:
@@ -62,6 +62,9 @@ def test_sigterm_ends_leases_and_leaves_no_socket(model: Path, runtime_dir: Path
             grant, fds = daemon.attach(lease)
             assert ask(idle, Ping(token=1)) == Pong(token=1)
             assert daemon.stop() == 0
+            event = next_message(lease)
+            assert isinstance(event, Event)
+            assert (event.kind, event.generation) == ("draining", grant.generation)
             assert closed(lease)
             told = next_message(idle)
             assert isinstance(told, Refused)

@@ -20,13 +20,18 @@ from weightcached.protocol.messages import Refused
 POINTS = ("start", "planned", "progress")
 
 
+def memory_of(daemon: Daemon) -> list[str]:
+    """The segments and manifests that the daemon holds."""
+    return [what for what in open_fds(daemon.pid).values() if "memfd" in what and "weightcached:state" not in what]
+
+
 def failed(daemon: Daemon) -> Refused:
     """Wait for the failure; nothing of the attempt is left; what a client is told about it."""
     report = daemon.wait_until("failed")
     assert report.state == "failed"
     assert report.generation is None
     assert report.resident_nbytes == 0
-    assert not [what for what in open_fds(daemon.pid).values() if "memfd" in what], "memory of a failed load is held"
+    assert memory_of(daemon) == [], "memory of a failed load is held"
     assert children_of(daemon.pid) == []
     channel = daemon.connect()
     try:
@@ -56,7 +61,7 @@ def test_a_worker_killed_once_is_started_again(model: Path, runtime_dir: Path, p
         report = daemon.wait_until("ready")
         assert attempts_of(daemon) == 2
         assert "SIGKILL" in str(report.last_error)
-        assert len([what for what in open_fds(daemon.pid).values() if "memfd" in what]) == 2
+        assert len(memory_of(daemon)) == 2
         _, fds = daemon.attach()
         fds.close()
 
