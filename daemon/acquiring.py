@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,7 @@ class Acquiring:
         except WeightCacheError as error:
             log.error("not adopted", extra={"generation": generation_id, "code": error.code, "reason": str(error)})
             self._record.last_error = error
+            self._record.adoption_refusals[error.code] += 1
             if isinstance(error, TransferError):
                 await custody.refuse(generation_id)
             return None
@@ -172,7 +174,7 @@ class Acquiring:
         self._record.machine.move(State.LOADING)
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
-                return await load(request, self._record.progress)
+                return await self._load_once(request)
             except InsufficientMemory as error:
                 raise self._beside_kept(error) from error
             except TransientFailure as failure:
@@ -183,6 +185,12 @@ class Acquiring:
                 self._record.progress.update(f"wait {delay_s:g} s to load again")
                 await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _load_once(self, request: LoadRequest) -> Generation:
+        started_s = time.monotonic()
+        generation = await load(request, self._record.progress)
+        self._record.load_durations.add(time.monotonic() - started_s)
+        return generation
 
     def _beside_kept(self, error: WeightCacheError) -> WeightCacheError:
         """The same; of memory that does not suffice it also says that weights which are not served take some."""

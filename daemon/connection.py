@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -25,6 +26,7 @@ from weightcached.daemon.snapshot import report
 from weightcached.daemon.states import State
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.errors import (
+    ContractError,
     DaemonNotReady,
     InternalError,
     ProtocolError,
@@ -89,15 +91,17 @@ class Connection:
             except (PeerClosed, ConnectionError) as error:
                 log.debug("connection ended", extra={"peer": str(self.peer), "reason": str(error)})
             except _TooSlow:
+                self._record.protocol_errors["slow_reader"] += 1
                 log.warning("dropped a client that did not read its answer", extra={"peer": str(self.peer)})
             except _NoRoom as error:
+                self._record.protocol_errors["too_much_in_flight"] += 1
                 log.warning("dropped", extra={"peer": str(self.peer), "reason": str(error)})
             except WeightCacheError as error:
                 log.warning("refused", extra={"peer": str(self.peer), "code": error.code, "reason": str(error)})
-                await self._last_word(refusal(error))
+                await self._last_word(error)
             except Exception as error:
                 log.exception("a request met an error of ours", extra={"peer": str(self.peer)})
-                await self._last_word(refusal(_internal(error)))
+                await self._last_word(_internal(error))
             finally:
                 self.busy = False
                 self._channel.close()
@@ -187,9 +191,11 @@ class Connection:
         raise _Over
 
     async def _hello(self, hello: Hello) -> float | None:
+        asked_s = time.monotonic()
         answer = await attend(hello, self._record, self._send)
         if isinstance(answer, Generation):
             await self._grant(hello, answer)
+            self._record.attach_durations.add(time.monotonic() - asked_s)
             return None
         self._record.attaches[answer.code if isinstance(answer, Refused) else "unproven"] += 1
         log.info("not granted", extra=_fields(self, hello) | _outcome(answer))
@@ -238,12 +244,13 @@ class Connection:
         except TimeoutError as error:
             raise _TooSlow from error
 
-    async def _last_word(self, refused: Refused) -> None:
-        self._record.attaches[refused.code] += 1
+    async def _last_word(self, error: WeightCacheError) -> None:
+        counts = self._record.protocol_errors if isinstance(error, ContractError) else self._record.attaches
+        counts[error.code] += 1
         try:
-            await self._send(refused)
-        except (ConnectionError, _TooSlow) as error:
-            log.debug("a refusal did not arrive", extra={"peer": str(self.peer), "reason": repr(error)})
+            await self._send(refusal(error))
+        except (ConnectionError, _TooSlow) as problem:
+            log.debug("a refusal did not arrive", extra={"peer": str(self.peer), "reason": repr(problem)})
 
     def dismiss(self, refused: Refused) -> None:
         """Tell a client that was never answered why, if its socket takes it at once. The caller then cancels the

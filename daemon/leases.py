@@ -16,6 +16,8 @@ from weightcached.protocol.messages import LeaseInfo
 from weightcached.protocol.peers import Peer
 
 SHOWN_MAX = 1000
+DETACHED_AFTER_S = 15.0
+"""An engine gives a sign of life every five seconds: one that has missed three is stopped, or hangs."""
 _PROCESSES_MAX = 4096
 _NAME_MAX_CHARACTERS = 64
 
@@ -77,6 +79,15 @@ class LeaseBook:
         """For how long the most silent engine has said nothing; 0 without any."""
         now_s = time.monotonic()
         return max((now_s - lease.heard_s for lease in self._leases), default=0.0)
+
+    def detached(self) -> int:
+        """How many engines have said nothing for so long that they cannot be well."""
+        heard_s = time.monotonic() - DETACHED_AFTER_S
+        return sum(lease.heard_s < heard_s for lease in self._leases)
+
+    def generations(self) -> set[str]:
+        """Those that are leased."""
+        return {lease.generation for lease in self._leases}
 
 
 class FallbackCount:

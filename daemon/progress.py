@@ -36,10 +36,15 @@ class Display(Protocol):
 class ProgressTracker:
     """The current stage and its bytes. The rate is that of the last few seconds."""
 
+    rates: dict[str, float]
+    """Bytes per second of each stage that had bytes, on average, the last time it was gone through."""
+
     def __init__(self, display: Display, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._display = display
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()
+        self._began: tuple[float, int] = (0.0, 0)
+        self.rates = {}
         self._current = Loading(stage="starting", bytes_done=0, bytes_total=0, bytes_per_s=0.0)
 
     @property
@@ -52,12 +57,16 @@ class ProgressTracker:
         now_s = self._clock()
         if stage != self._current.stage or bytes_done < self._current.bytes_done:
             self._samples.clear()
+            self._began = (now_s, bytes_done)
         self._samples.append((now_s, bytes_done))
         while len(self._samples) > 2 and now_s - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()
         then_s, before = self._samples[0]
         rate = (bytes_done - before) / (now_s - then_s) if now_s > then_s else 0.0
         self._current = Loading(stage=stage, bytes_done=bytes_done, bytes_total=bytes_total, bytes_per_s=rate)
+        began_s, already = self._began
+        if bytes_done > already and now_s > began_s:
+            self.rates = {**self.rates, stage: (bytes_done - already) / (now_s - began_s)}
         self._display.show(self._current)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import Digesting
+from weightcached.daemon.durations import ATTACH_BOUNDS_S, LOAD_BOUNDS_S, DurationCounts
 from weightcached.daemon.generation import Generation
 from weightcached.daemon.leases import FallbackCount, LeaseBook
 from weightcached.daemon.options import ServeOptions
@@ -76,6 +77,12 @@ class Record:
     fallbacks: FallbackCount = field(default_factory=FallbackCount)
     attaches: Counter[str] = field(default_factory=Counter)
     """Hello and Resume by outcome: ``granted``, ``resumed``, ``unproven``, or the code it was refused with."""
+    attach_durations: DurationCounts = field(default_factory=lambda: DurationCounts(ATTACH_BOUNDS_S))
+    load_durations: DurationCounts = field(default_factory=lambda: DurationCounts(LOAD_BOUNDS_S))
+    protocol_errors: Counter[str] = field(default_factory=Counter)
+    """Conversations that ended because of what a client sent or did not take, by code."""
+    adoption_refusals: Counter[str] = field(default_factory=Counter)
+    """What was not adopted, by the code of the reason."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """Says "same run of the keeper"."""
     started_s: float = field(default_factory=time.monotonic)

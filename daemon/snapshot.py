@@ -66,7 +66,27 @@ def report(record: Record) -> Report:
         adoption_seconds=record.adoption_seconds,
         heartbeat_age_s=record.leases.silence_s(),
         disk_fallbacks=record.fallbacks.total,
+        connections=record.limits.connections.used,
+        detached=record.leases.detached(),
+        protocol_errors=dict(record.protocol_errors),
+        adoption_refusals=dict(record.adoption_refusals),
+        adoption_attempts=custody.record.adoption_attempts if custody is not None else 0,
+        unexplained_nbytes=_unexplained_nbytes(record),
+        attach_durations=record.attach_durations.message(),
+        load_durations=record.load_durations.message(),
+        load_rates=record.progress.rates,
     )
+
+
+def _unexplained_nbytes(record: Record) -> int:
+    """Bytes of generations that are held here and are neither served nor leased."""
+    custody = record.custody
+    if custody is None:
+        return 0
+    held = {id_: parts.nbytes for id_, parts in custody.candidates.items()}
+    held |= {id_: one.nbytes for id_, one in custody.quarantined.items()}
+    leased = record.leases.generations()
+    return sum(nbytes for id_, nbytes in held.items() if id_ not in leased)
 
 
 def own_memory_nbytes(status: Path = Path("/proc/self/status")) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from weightcached.protocol.config import Provenance
 
@@ -209,6 +209,23 @@ service manager was given them, and does not say whether it keeps them. ``droppe
 service manager with a store, or nothing to keep yet."""
 
 
+class Durations(Message):
+    """How long something took, each time it happened: a histogram. ``counts[i]`` times it took at most ``bounds_s[i]``,
+    and longer than the bound before; the last count, one more than there are bounds, is of those that took longer than
+    all. ``total_s`` is their sum.
+    """
+
+    bounds_s: Annotated[tuple[Seconds, ...], Field(strict=False, max_length=64)]
+    counts: Annotated[tuple[Count, ...], Field(strict=False, max_length=65)]
+    total_s: Seconds
+
+    @model_validator(mode="after")
+    def _one_count_for_each_bound_and_one_more(self) -> Durations:
+        if len(self.counts) != len(self.bounds_s) + 1:
+            raise ValueError(f"{len(self.counts)} counts do not go with {len(self.bounds_s)} bounds")
+        return self
+
+
 class Report(Message):
     """A snapshot of one daemon: everything ``weightcached status`` shows comes from here."""
 
@@ -268,6 +285,24 @@ class Report(Message):
     """Since the most silent of all open leases was heard."""
     disk_fallbacks: Count = 0
     """What clients said about loading from disk because they found no daemon."""
+    connections: Count = 0
+    """Open ones, leases included."""
+    detached: Count = 0
+    """Leases, of those that are open, whose engine has missed several signs of life in a row."""
+    protocol_errors: dict[str, Count] = {}
+    """Conversations that ended because of what was sent, or not taken, by code."""
+    adoption_refusals: dict[str, Count] = {}
+    """What came back from the vault and was not adopted by this keeper, by the code of the reason."""
+    adoption_attempts: Count = 0
+    """Begun since the last one that ended; too many, and what came back is quarantined."""
+    unexplained_nbytes: Count = 0
+    """Of weights that are held, and neither served nor leased."""
+    attach_durations: Durations | None = None
+    """From a Hello to the grant that answers it."""
+    load_durations: Durations | None = None
+    """Of loads that succeeded, worker's start included."""
+    load_rates: dict[str, Seconds] = {}
+    """Bytes per second of each stage of this keeper's last load that had bytes, on average."""
 
 
 @dataclass(frozen=True)
