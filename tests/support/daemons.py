@@ -47,7 +47,7 @@ from weightcached.protocol.places import Place, host_device
 TIMEOUT_S = 60.0
 """For things that have to happen; generous, because the machine may be busy."""
 
-_SCRIPTED = """
+_SCRIPTED_PROGRAM = """
 import os, sys
 if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
     with open(f"{group}/cgroup.procs", "w") as file:
@@ -64,6 +64,9 @@ with open(os.environ["WEIGHTCACHED_TEST_MODULES"], "w") as file:
     file.write("\\n".join(sys.modules))
 sys.exit(status)
 """
+
+SCRIPTED = (sys.executable, "-c", _SCRIPTED_PROGRAM)
+"""The command `weightcached`, with the scripted worker."""
 
 
 class Log:
@@ -87,10 +90,10 @@ class Log:
             self._ended = True
             self._arrived.notify_all()
 
-    def wait_for(self, wanted: Callable[[str], bool], *, timeout_s: float = TIMEOUT_S) -> str:
-        """The first line that is ``wanted``, from the beginning on; an AssertionError with the log when none comes."""
+    def wait_for(self, wanted: Callable[[str], bool], *, timeout_s: float = TIMEOUT_S, first: int = 0) -> str:
+        """The first line that is ``wanted``, from line ``first`` on; an AssertionError with the log when none comes."""
         deadline = time.monotonic() + timeout_s
-        seen = 0
+        seen = first
         with self._arrived:
             while True:
                 for line in self.lines[seen:]:
@@ -129,14 +132,14 @@ class Daemon:
     def pid(self) -> int:
         return self.process.pid
 
-    def wait_logged(self, message: str, **fields: object) -> dict[str, Any]:
-        """Wait for a log record with this message and these fields."""
+    def wait_logged(self, message: str, *, first: int = 0, **fields: object) -> dict[str, Any]:
+        """Wait for a log record with this message and these fields, from line ``first`` of the log on."""
 
         def wanted(line: str) -> bool:
             record = json.loads(line) if line.startswith("{") else {}
             return record.get("message") == message and all(record.get(key) == value for key, value in fields.items())
 
-        record: dict[str, Any] = json.loads(self.log.wait_for(wanted))
+        record: dict[str, Any] = json.loads(self.log.wait_for(wanted, first=first))
         return record
 
     def connect(self) -> Channel:
@@ -280,6 +283,7 @@ def start(
     *extra: str,
     command: Sequence[str] = (sys.executable, "-m", "weightcached.daemon"),
     environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
     name: str = "default",
     **options: Any,
 ) -> Daemon:
@@ -293,6 +297,7 @@ def start(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        pass_fds=pass_fds,
     )
     return Daemon(process, place, model_dir, options)
 
@@ -318,16 +323,19 @@ def scripted_daemon(
     ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError. ``group`` is a
     cgroup that the daemon joins first.
     """
-    environment = {
-        "PYTHONPATH": str(ROOT),  # where the scripted worker is found
-        "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
-        "WEIGHTCACHED_TEST_BREAKS": breaking,
-        "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),
-    }
+    environment = {**scripted_environment(runtime_dir, script), "WEIGHTCACHED_TEST_BREAKS": breaking}
     if group is not None:
         environment["WEIGHTCACHED_TEST_CGROUP"] = str(group)
-    command = (sys.executable, "-c", _SCRIPTED)
-    yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
+    yield from _running(start(model_dir, runtime_dir, *extra, command=SCRIPTED, environment=environment, **options))
+
+
+def scripted_environment(runtime_dir: Path, script: Mapping[str, Any] | None) -> dict[str, str]:
+    """What :data:`SCRIPTED` needs in its environment."""
+    return {
+        "PYTHONPATH": str(ROOT),  # where the scripted worker is found
+        "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
+        "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),
+    }
 
 
 def modules_file(runtime_dir: Path) -> Path:
