@@ -8,6 +8,17 @@ from weightcached.client.attach import attach
 from weightcached.client.bind import BindReport, bind, meta_parameters
 from weightcached.client.exchange import Progress
 from weightcached.client.lease import Lease
+from weightcached.client.stale import STALE_EXIT, OnStale
 from weightcached.client.weights import WeightSet
 
-__all__ = ["BindReport", "Lease", "Progress", "WeightSet", "attach", "bind", "meta_parameters"]
+__all__ = [
+    "STALE_EXIT",
+    "BindReport",
+    "Lease",
+    "OnStale",
+    "Progress",
+    "WeightSet",
+    "attach",
+    "bind",
+    "meta_parameters",
+]

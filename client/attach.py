@@ -6,30 +6,30 @@ the design's section 9: disk only when the place is absent, an error for everyth
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
-import math
 import os
-import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from weightcached.client import policy, provenance
+from weightcached.client import options, policy, provenance
+from weightcached.client.backoff import Backoff
 from weightcached.client.connect import reach
-from weightcached.client.evidence import Evidence, gather, prove
-from weightcached.client.exchange import ConnectionLost, Progress, Request, negotiate
+from weightcached.client.evidence import Evidence
+from weightcached.client.exchange import ConnectionLost, NeverAnswered, Progress, Request, negotiate
 from weightcached.client.lease import Lease
+from weightcached.client.rejoin import Rejoin
+from weightcached.client.stale import OnStale, checked_policy
 from weightcached.client.transfer import import_grant
+from weightcached.client.wanted import Wanted
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.config import CacheConfig, Provenance, abbreviated, build_config
+from weightcached.protocol.config import Provenance, abbreviated, build_config
 from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.digest_cache import HEX
-from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven, InvalidOption, TransferError
+from weightcached.protocol.errors import CheckpointMismatch, InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.framing import Frame
 from weightcached.protocol.hub import resolve
@@ -40,24 +40,33 @@ from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runti
 logger = logging.getLogger("weightcached.client")
 
 Mode = Literal["off", "client", "require"]
-_LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class _Content:
-    """Which weights are wanted, and what may help to prove it."""
+class _Terms:
+    """Where the lease is to be had, whom to trust there, and how it is held."""
 
-    model_dir: Path
-    config: CacheConfig
-    want: str
-    digest: str | None
-    cache_dir: Path | None
-    also_trusted: frozenset[str]
+    place: Place
+    allowed: AllowList
+    engine_name: str
+    heartbeat_s: float
+    on_stale: OnStale
 
-    def evidence(self) -> Evidence:
-        if self.want != "checkpoint":
-            return Evidence()
-        return gather(self.model_dir, digest=self.digest, also_trusted=self.also_trusted)
+    @property
+    def where(self) -> str:
+        return str(self.place.socket_path)
+
+    def lease(self, channel: Channel, grant: Grant) -> Lease:
+        """The lease on ``channel``, where ``grant`` has just arrived; it owns the channel."""
+        rejoin = Rejoin(
+            place=self.place,
+            allowed=self.allowed,
+            generation=grant.generation,
+            manifest_sha256=grant.manifest_sha256,
+            engine_name=self.engine_name,
+            client_version=options.client_version(),
+        )
+        return Lease(channel, rejoin, nonce=grant.nonce, heartbeat_s=self.heartbeat_s, on_stale=self.on_stale)
 
 
 def attach(
@@ -81,6 +90,8 @@ def attach(
     trusted_filesystems: Iterable[str] = (),
     engine_name: str | None = None,
     progress: Progress | None = None,
+    heartbeat_s: float = 5.0,
+    on_stale: OnStale = "keep",
 ) -> WeightSet:
     """The weights of ``model`` (a directory, or a hub id), mapped from the daemon at a place. Blocks up to
     ``timeout_s``.
@@ -95,20 +106,33 @@ def attach(
     ``allow_uids`` and ``allow_gids`` are trusted beside root and ourselves, ``trusted_filesystems`` beside the known
     ones. ``progress`` is called with every report on a load, by one thread at a time.
 
+    A daemon that dies later takes nothing away; the lease is resumed when another one serves the same weights
+    (:class:`Lease`). One that is silent for ``heartbeat_s`` is asked, and given up after as long again, so that one
+    that hangs is noticed within twice as long. ``on_stale`` says what to do when the place serves other weights from
+    then on: ``keep`` what is mapped, ``exit`` the process with status 75, or a function to be called with the reason
+    and the daemon's report (or None).
+
     Raises the errors of ``weightcached.protocol.errors``; no descriptor, mapping or thread is left then.
     """
     if mode not in get_args(Mode):
         raise InvalidOption("unknown mode", expected=" or ".join(get_args(Mode)), found=mode)
-    rank = _checked_rank(tp_rank, tp_size)
+    rank = options.checked_rank(tp_rank, tp_size)
     place = Place(runtime_directory(runtime_dir), name, host_device(tp_size=tp_size, tp_rank=rank))
-    timeout_s = _checked_seconds("timeout_s", timeout_s)
-    wait_for_daemon_s = _checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
+    timeout_s = options.checked_seconds("timeout_s", timeout_s)
+    wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
+    terms = _Terms(
+        place,
+        AllowList(frozenset(allow_uids), frozenset(allow_gids)),
+        options.engine_name(engine_name),
+        options.checked_heartbeat(heartbeat_s),
+        checked_policy(on_stale),
+    )
     model_dir = resolve(model)
-    wanted = _Content(
+    wanted = Wanted(
         model_dir,
         build_config(model_dir, layout=layout, tp_size=tp_size, tp_rank=rank, dtype=dtype, quantization=quantization),
         want,
-        _checked_digest(digest, want),
+        options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),
     )
@@ -116,9 +140,7 @@ def attach(
         return _from_disk(wanted, progress)
     weights = _from_daemon(
         wanted,
-        place,
-        allowed=AllowList(frozenset(allow_uids), frozenset(allow_gids)),
-        engine_name=_engine_name(engine_name),
+        terms,
         deadline=Deadline.after(timeout_s),
         appear_by=Deadline.after(wait_for_daemon_s),
         progress=progress,
@@ -129,60 +151,57 @@ def attach(
 
 
 def _from_daemon(
-    wanted: _Content,
-    place: Place,
-    *,
-    allowed: AllowList,
-    engine_name: str,
-    deadline: Deadline,
-    appear_by: Deadline,
-    progress: Progress | None,
+    wanted: Wanted, terms: _Terms, *, deadline: Deadline, appear_by: Deadline, progress: Progress | None
 ) -> WeightSet | None:
-    """Weights from the place's daemon; None where the place is absent. One that dies while it loads is waited for."""
-    where = str(place.socket_path)
+    """Weights from the place's daemon; None where the place is absent.
+
+    Once it has been connected it goes on until the deadline: a daemon that dies then is waited for, because whoever
+    keeps the weights (or the listening socket, in whose backlog this may have been) starts another.
+    """
     entries = abbreviated(wanted.config.entries())
-    request = Request(wanted.config, entries, wanted.want, engine_name, os.getpid(), _client_version(), where)
+    version, pid = options.client_version(), os.getpid()
+    request = Request(wanted.config, entries, wanted.want, terms.engine_name, pid, version, terms.where)
     mine, evidence = provenance.ours(wanted.model_dir), wanted.evidence()
 
     def proven(evidence: Evidence) -> Evidence:
-        also_trusted = wanted.also_trusted
-        return prove(
-            wanted.model_dir, evidence, cache_dir=wanted.cache_dir, also_trusted=also_trusted, deadline=deadline
-        )
+        return wanted.proven(evidence, deadline)
 
     lost: ConnectionLost | None = None
+    losses, backoff = 0, Backoff()
     while True:
-        connection = reach(place, allowed=allowed, deadline=deadline, appear_by=appear_by, lost=lost)
+        connection = reach(terms.place, allowed=terms.allowed, deadline=deadline, appear_by=appear_by, lost=lost)
         if connection is None:
             return None
         channel = Channel(connection, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
         try:
-            if wanted.want == "checkpoint" and evidence.empty:
-                raise _nothing_to_prove_with(wanted.model_dir)
+            wanted.require_some(evidence)
             frame = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
-            return _granted(channel, frame, wanted, mine, where)
+            return _granted(channel, frame, wanted, mine, terms)
         except ConnectionLost as error:
             channel.close()
-            lost = lost or error  # the first: a daemon that is dying takes connections that it will never answer
-            if not lost.answered:
-                raise
-            if lost is error:
+            losses += 1
+            if lost is None:
                 logger.warning("%s; waiting for the next one", error)
+            lost = (lost if lost is not None and lost.answered else error).at_last(losses)
+        except NeverAnswered as error:
+            channel.close()
+            raise (lost or error) from error
         except BaseException:
             channel.close()
             raise
+        time.sleep(min(backoff.next_s(), deadline.remaining_s()))
 
 
-def _granted(channel: Channel, frame: Frame, wanted: _Content, mine: Provenance | None, where: str) -> WeightSet:
+def _granted(channel: Channel, frame: Frame, wanted: Wanted, mine: Provenance | None, terms: _Terms) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
-    grant = frame.message
+    grant, where = frame.message, terms.where
     if not isinstance(grant, Grant):
         raise TypeError("not a grant")
     mapped = import_grant(grant, frame.fds, fingerprint=wanted.config.fingerprint, where=where)
     try:
-        _require_wanted(grant, wanted, where)
+        wanted.require_granted(grant, where)
         provenance.compare(mine, grant.provenance, where=where)
-        lease = Lease(channel, generation=grant.generation, nonce=grant.nonce, where=where)
+        lease = terms.lease(channel, grant)
     except BaseException:
         mapped.close()
         raise
@@ -196,25 +215,7 @@ def _granted(channel: Channel, frame: Frame, wanted: _Content, mine: Provenance 
     )
 
 
-def _require_wanted(grant: Grant, wanted: _Content, where: str) -> None:
-    """The daemon compares content; this catches one that grants what it itself says is something else."""
-    if wanted.digest is not None and grant.digest != wanted.digest:
-        raise TransferError(
-            "the daemon granted other content than was asked for",
-            expected=f"digest {wanted.digest}",
-            found=f"digest {grant.digest}",
-            where=where,
-        )
-    if wanted.want not in ("checkpoint", "current", grant.version, grant.receipts_version):
-        raise TransferError(
-            "the daemon granted another version than was asked for",
-            expected=wanted.want,
-            found=f"{grant.version} ({grant.receipts_version})",
-            where=where,
-        )
-
-
-def _where_absent(wanted: _Content, place: Place, mode: Mode, progress: Progress | None) -> WeightSet:
+def _where_absent(wanted: Wanted, place: Place, mode: Mode, progress: Progress | None) -> WeightSet:
     near = sockets_near(place)
     if mode == "require":
         raise policy.absent(place.socket_path, near, instead="use mode 'client' to load from disk then")
@@ -227,7 +228,7 @@ def _where_absent(wanted: _Content, place: Place, mode: Mode, progress: Progress
     return _from_disk(wanted, progress)
 
 
-def _from_disk(wanted: _Content, progress: Progress | None) -> WeightSet:
+def _from_disk(wanted: Wanted, progress: Progress | None) -> WeightSet:
     from weightcached.client.fallback import load_from_disk
 
     weights = load_from_disk(
@@ -238,7 +239,7 @@ def _from_disk(wanted: _Content, progress: Progress | None) -> WeightSet:
         also_trusted=wanted.also_trusted,
         progress=progress,
     )
-    if wanted.want not in ("checkpoint", "current", weights.version, weights.receipts_version):
+    if not wanted.accepts_version(weights.version, weights.receipts_version):
         found = f"{weights.version} ({weights.receipts_version})"
         weights.close()
         raise CheckpointMismatch(
@@ -248,49 +249,3 @@ def _from_disk(wanted: _Content, progress: Progress | None) -> WeightSet:
             where=wanted.model_dir,
         )
     return weights
-
-
-def _nothing_to_prove_with(model_dir: Path) -> CheckpointUnproven:
-    return CheckpointUnproven(
-        "nothing here says which content is wanted: the directory shows no weights, and no digest was stated",
-        expected="weight files, a sidecar, or a digest",
-        found="config.json only",
-        where=model_dir,
-        next_step="pass digest=… (`weightcached digest DIR` prints it where the weights are), or mount the sidecar too",
-    )
-
-
-def _checked_rank(tp_rank: int | None, tp_size: int) -> int:
-    """A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right."""
-    if tp_rank is not None:
-        return tp_rank
-    if tp_size != 1:
-        raise InvalidOption(
-            "tp_rank is missing", expected=f"0 to {tp_size - 1}", found="none", next_step="pass this process's rank"
-        )
-    return 0
-
-
-def _checked_digest(digest: str | None, want: str) -> str | None:
-    if digest is None:
-        return None
-    if want != "checkpoint":
-        raise InvalidOption("a digest belongs to want='checkpoint'", found=f"want={want!r} and a digest")
-    if not HEX.fullmatch(digest):
-        raise InvalidOption("unusable digest", expected="64 hex digits, as `weightcached digest` prints", found=digest)
-    return digest
-
-
-def _checked_seconds(what: str, seconds: float) -> float:
-    if math.isnan(seconds) or seconds < 0:
-        raise InvalidOption(f"unusable {what}", expected="seconds, 0 or more", found=seconds)
-    return min(seconds, _LONGEST_TIMEOUT_S)
-
-
-def _engine_name(stated: str | None) -> str:
-    return (stated or Path(sys.argv[0] if sys.argv else "").name or "python")[:200]
-
-
-@functools.cache
-def _client_version() -> str:
-    return importlib.metadata.version("weightcached")

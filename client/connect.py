@@ -34,15 +34,14 @@ def reach(
 ) -> socket.socket | None:
     """A connection to the place's daemon, or None where the place is absent. The caller owns the connection.
 
-    Waits until ``appear_by`` for an absent socket to appear, until ``deadline`` while the backlog is full. ``lost`` is
-    for an attach whose daemon had answered and then died: it waits until ``deadline`` for the next one, then raises
-    ``lost``. Raises InvalidPlace, UntrustedDaemon, DaemonUnreachable, DaemonNotReady.
+    Waits until ``appear_by`` for an absent socket to appear, until ``deadline`` while the backlog is full; with a
+    deadline that has passed it looks once. ``lost`` is for an attach that had been connected to a daemon that died:
+    it waits until ``deadline`` for the next one, then raises ``lost``. Raises InvalidPlace, UntrustedDaemon,
+    DaemonUnreachable, DaemonNotReady.
     """
     pause_s = _FIRST_PAUSE_S
-    if lost is not None:
-        if deadline.passed:
-            raise lost
-        time.sleep(min(_LONGEST_PAUSE_S, deadline.remaining_s()))
+    if lost is not None and deadline.passed:
+        raise lost
     while True:
         connection, finding = _try(place.socket_path)
         if connection is not None:

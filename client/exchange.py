@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weightcached.client.counters import fallbacks
 from weightcached.client.evidence import Evidence
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig, explain_differences
@@ -40,15 +41,24 @@ _LOG_EVERY_S = 10.0
 class ConnectionLost(DaemonUnreachable):
     """The daemon ended the connection in the middle of an exchange. ``answered``: it had answered before."""
 
-    def __init__(self, message: str, *, answered: bool, where: str) -> None:
+    def __init__(self, message: str, *, answered: bool, where: str, found: str = "the end of the connection") -> None:
         super().__init__(
             message,
             expected="an answer",
-            found="the end of the connection",
+            found=found,
             where=where,
             next_step="look into the daemon's log for why it ended, and start it again",
         )
         self.answered = answered
+
+    def at_last(self, times: int) -> ConnectionLost:
+        """The same, for an attach that went on asking until its deadline and was left ``times`` times."""
+        found = f"the end of the connection ({times} times), and nobody else who answered before the deadline"
+        return ConnectionLost(self.message, answered=self.answered, where=str(self.where), found=found)
+
+
+class NeverAnswered(DaemonNotReady):
+    """Not a word came before the deadline, although the connection held."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Request:
             digest=evidence.digest,
             want=self.want,
             wait_s=min(deadline.remaining_s(), WAIT_MAX_S),
+            disk_fallbacks=fallbacks(),
         )
 
 
@@ -101,7 +112,7 @@ def negotiate(
             message = frame.message
             if isinstance(message, Grant):
                 return frame
-            _require_no_descriptors(frame, request.where)
+            require_no_descriptors(frame, request.where)
             if isinstance(message, Loading):
                 waiting.report(message)
             elif isinstance(message, Unproven):
@@ -151,7 +162,8 @@ class _Waiting:
             self._progress(loading)
 
     def not_ready(self) -> DaemonNotReady:
-        return DaemonNotReady(
+        kind = NeverAnswered if self.last is None else DaemonNotReady
+        return kind(
             "the daemon was not ready before the deadline",
             expected="weights",
             found="no answer at all" if self.last is None else f"still at {_words(self.last)}",
@@ -167,7 +179,8 @@ def _words(loading: Loading) -> str:
     return f"{loading.stage}, {done:.2f} of {total:.2f} GB at {rate:.2f} GB/s"
 
 
-def _require_no_descriptors(frame: Frame, where: str) -> None:
+def require_no_descriptors(frame: Frame, where: str) -> None:
+    """Every answer but the first Grant comes without descriptors. TransferError; they are closed then."""
     with frame.fds:
         if len(frame.fds):
             raise TransferError(
@@ -206,9 +219,14 @@ def _ended(error: PeerClosed, waiting: _Waiting, where: str) -> WeightCacheError
 
 
 def refusal(message: Refused, config: CacheConfig, where: str) -> WeightCacheError:
-    """The error that a refusal stands for, with the daemon's words. Config differences are spelled out to their
-    leaves.
-    """
+    """The error that a refusal of a Hello stands for. Config differences are spelled out to their leaves."""
+    if message.code == CacheConfigMismatch.code:
+        return _mismatch(message, config, where)
+    return error_of(message, where)
+
+
+def error_of(message: Refused, where: str) -> WeightCacheError:
+    """The error that a refusal stands for, with the daemon's words."""
     kind = ERRORS_BY_CODE.get(message.code)
     if kind is None:
         return ProtocolError(
@@ -219,7 +237,7 @@ def refusal(message: Refused, config: CacheConfig, where: str) -> WeightCacheErr
             next_step="install the same weightcached release on both sides",
         )
     if kind is CacheConfigMismatch:
-        return _mismatch(message, config, where)
+        return ProtocolError("the daemon compared a config that it was not told", found=message.message, where=where)
     return kind(
         message.message,
         expected=message.expected,

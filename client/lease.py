@@ -1,79 +1,93 @@
 """A lease: the open connection that tells the daemon that this engine uses a generation.
 
-Owns the connection after the grant, the thread that watches it, and whom to tell when the daemon is gone. The kernel
-ends a lease when either process dies; nothing here polls. What it cannot see is a daemon that is stopped (SIGSTOP) or
-hangs: :meth:`Lease.ping` asks.
+Owns the connection after the grant, the thread that watches it, the way back to the daemon when it is lost, and whom to
+tell. The kernel ends a lease when either process dies, and tells both at once; a daemon that is stopped or hangs is
+noticed by heartbeat. What is said on the connection is ``conversation.py``'s, one attempt to resume ``rejoin.py``'s.
 
 Losing the daemon does not take the weights away: memory that is held by descriptors and mappings outlives it. The
-engine goes on, detached: the next engine will find no daemon.
+engine goes on, ``detached``, until a daemon serves the very same generation again (one that adopted it), or another
+one: then it is ``stale``, and goes on too, unless it chose otherwise.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Literal, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 from weightcached.client import forks
+from weightcached.client.backoff import Backoff
+from weightcached.client.conversation import Conversation
+from weightcached.client.rejoin import Rejoin
+from weightcached.client.stale import OnStale, StaleCallback, exit_process
+from weightcached.client.wake import Ended, Wake
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.errors import ContractError, DaemonNotReady, DaemonUnreachable, ProtocolError
-from weightcached.protocol.framing import PeerClosed
-from weightcached.protocol.messages import Message, Ping, Pong, Report, Status
+from weightcached.protocol.errors import (
+    DaemonAbsent,
+    DaemonDraining,
+    DaemonUnreachable,
+    GenerationGone,
+    NotReadyError,
+    WeightCacheError,
+)
+from weightcached.protocol.messages import Event, Grant, Report, Status
 
 logger = logging.getLogger("weightcached.client")
 
-State = Literal["connected", "detached", "closed"]
-OnLost = Callable[[str], None]
-_Answer = TypeVar("_Answer", bound=Message)
+State = Literal["connected", "detached", "stale", "closed"]
+_Callback = TypeVar("_Callback", bound=Callable[..., object])
 
-# Sixteen small frames always fit into a socket's buffer, so sending never waits for a daemon that does not read.
-_UNANSWERED_MAX = 16
-
-
-class _Question:
-    """A message to the daemon and, once it has come, the answer. Answers come in the order of the questions."""
-
-    def __init__(self, message: Message, answer_kind: type[Message]) -> None:
-        self.message = message
-        self.answer_kind = answer_kind
-        self.sent = False
-        self.answer: Message | None = None
+_PASSING = (NotReadyError, DaemonAbsent, DaemonUnreachable, DaemonDraining)
+"""What is to be expected while a daemon is being restarted."""
 
 
 class Lease:
     """Owns ``channel``, on which a grant has just arrived. Safe to use from several threads.
 
-    ``state`` is ``connected``; ``detached`` once the daemon is gone (or in a forked child, which never has the lease
-    of its parent); ``closed`` after :meth:`close`. It lives until one of these, even if nobody refers to it any more:
-    tensors may be in use that nobody can see from here.
+    ``connected`` ⇄ ``detached`` (the daemon is gone, hangs, or broke the contract: it is looked for again and again),
+    and from there ``stale`` (the place serves another generation: final). ``closed`` after :meth:`close`. In a forked
+    child it is ``detached`` for good: the lease is its parent's. It lives until it is closed, even if nobody refers
+    to it any more: tensors may be in use that nobody can see from here.
+
+    A daemon that dies is noticed at once, one that hangs within ``2 * heartbeat_s``. Callbacks run in the watcher's
+    thread, which does nothing else meanwhile: one that blocks delays all that comes after it. They are not called
+    after :meth:`close`.
     """
 
-    def __init__(self, channel: Channel, *, generation: str, nonce: str, where: str) -> None:
-        self.generation = generation
+    def __init__(
+        self, channel: Channel, rejoin: Rejoin, *, nonce: str, heartbeat_s: float, on_stale: OnStale = "keep"
+    ) -> None:
+        self.generation = rejoin.generation
+        self.where = rejoin.where
         self.nonce = nonce
         """Differs between two runs of a keeper."""
-        self.where = where
-        self._channel = channel
+        self.losses = 0
+        """How often the daemon was lost."""
+        self.resumes = 0
+        """How often a daemon was found again that serves the same generation."""
+        self._rejoin = rejoin
+        self._heartbeat_s = heartbeat_s
+        self._policy = on_stale
         self._changed = threading.Condition()
         self._state: State = "connected"
-        self._closing = False
         self._reason: str | None = None
-        self._callbacks: list[OnLost] = []
-        self._questions: deque[_Question] = deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pings = 0
+        self._obstacle: WeightCacheError | OSError | None = None
+        self._report: Report | None = None
+        self._on_lost: list[Callable[[str], object]] = []
+        self._on_resumed: list[Callable[[float], object]] = []
+        self._on_stale: list[StaleCallback] = [] if isinstance(on_stale, str) else [on_stale]
+        self._on_event: list[Callable[[Event], object]] = []
+        self._wake = Wake()
+        self._channel = channel
+        self._conversation = self._new_conversation()
         self._watcher = threading.Thread(target=self._watch, name="weightcached-lease", daemon=True)
         try:
             forks.in_child(self, Lease._let_go_in_child)
             self._watcher.start()
         except BaseException:
-            os.close(self._wake)
+            self._wake.close()
             raise
 
     @property
@@ -82,154 +96,186 @@ class Lease:
 
     @property
     def reason(self) -> str | None:
-        """Why the lease is detached."""
+        """Why the lease is detached or stale; None while it is connected."""
         return self._reason
 
-    def on_lost(self, callback: OnLost) -> None:
-        """Have ``callback(reason)`` called, once, when the daemon is gone; at once if it is already.
+    @property
+    def obstacle(self) -> str | None:
+        """What the latest attempt to resume met; None before the first, and while the lease is connected."""
+        return None if self._obstacle is None else str(self._obstacle)
 
-        It runs in the watcher's thread and delays other callbacks while it runs. It is not called after :meth:`close`.
+    def on_lost(self, callback: Callable[[str], object]) -> None:
+        """Have ``callback(reason)`` called whenever the daemon is lost; here and now if it is lost already."""
+        with self._changed:
+            self._on_lost.append(callback)
+            reason = self._reason if self._state in ("detached", "stale") else None
+        if reason is not None:
+            callback(reason)
+
+    def on_resumed(self, callback: Callable[[float], object]) -> None:
+        """Have ``callback(detached_s)`` called whenever the lease is connected again, with the seconds without it."""
+        with self._changed:
+            self._on_resumed.append(callback)
+
+    def on_stale(self, callback: StaleCallback) -> None:
+        """Have ``callback(reason, report)`` called, once, when the place serves another generation; here and now if it
+        does already. ``report`` is what the daemon says about itself then, None when it does not. Under policy
+        ``exit`` the process ends as soon as it returns.
         """
         with self._changed:
-            if self._state == "connected":
-                self._callbacks.append(callback)
+            self._on_stale.append(callback)
+            if self._state != "stale":
                 return
-        if self._state == "detached":
-            callback(self._reason or "")
+        callback(self._reason or "", self._report)
+
+    def on_event(self, callback: Callable[[Event], object]) -> None:
+        """Have ``callback(event)`` called with everything that the daemon says unasked."""
+        with self._changed:
+            self._on_event.append(callback)
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
-        """Block until the daemon is gone; whether it is. False at the timeout, or when the lease was closed here."""
+        """Block until the daemon is lost, or no time if it is; whether that is so. False at the timeout, or when the
+        lease is closed here. True also when it was lost meanwhile, and found again.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._state != "connected", timeout_s)
-            return self._state == "detached"
+            before = self.losses
+            self._changed.wait_for(lambda: self._state != "connected" or self.losses > before, timeout_s)
+            return self._state in ("detached", "stale") or self.losses > before
+
+    def wait_for(self, *states: State, timeout_s: float | None = None) -> bool:
+        """Block until the lease is in one of ``states``; whether it is. One that lasts a moment only may be missed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state in states, timeout_s)
 
     def ping(self, *, timeout_s: float = 5.0) -> float:
         """Seconds that the daemon took to answer. Raises DaemonNotReady at the timeout, DaemonUnreachable when it is
-        gone.
+        lost.
         """
         started_s = time.monotonic()
-        with self._changed:
-            self._pings += 1
-            token = self._pings
-        pong = self._ask(Ping(token=token), Pong, timeout_s)
-        if pong.token != token:
-            raise ProtocolError("a pong for another ping", expected=token, found=pong.token, where=self.where)
+        self._connected().ping(timeout_s=timeout_s)
         return time.monotonic() - started_s
 
     def status(self, *, timeout_s: float = 5.0) -> Report:
         """What the daemon says about itself. Raises as :meth:`ping` does."""
-        return self._ask(Status(), Report, timeout_s)
+        return self._connected().ask(Status(), Report, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Give the lease back and end the watcher. Blocks for a moment. Safe to call twice, and from a callback."""
-        with self._changed:
-            if self._state == "connected":
-                self._closing = True
-                os.eventfd_write(self._wake, 1)
+        """Give the lease back and end the watcher, also in the middle of an attempt to resume. Blocks for a moment, or
+        until a callback that is running returns. Safe to call twice, and from a callback.
+        """
+        self._wake.end()
         if self._watcher is not threading.current_thread():
             self._watcher.join()
-        self._state = "closed"
-
-    def _ask(self, message: Message, kind: type[_Answer], timeout_s: float) -> _Answer:
-        question = _Question(message, kind)
         with self._changed:
-            self._require_connected()
-            if len(self._questions) >= _UNANSWERED_MAX:
-                raise self._no_answer(f"{len(self._questions)} earlier questions are not answered either")
-            self._questions.append(question)
-            os.eventfd_write(self._wake, 1)
-            self._changed.wait_for(lambda: question.answer is not None or self._state != "connected", timeout_s)
-            if question.answer is None:
-                self._require_connected()
-                raise self._no_answer(f"nothing within {timeout_s:g} s")
-        return cast(_Answer, question.answer)
+            self._state, self._reason = "closed", None
+            self._changed.notify_all()
 
-    def _require_connected(self) -> None:
-        if self._state != "connected":
-            raise DaemonUnreachable(
-                "this lease has no connection to its daemon",
-                expected="a connected lease",
-                found=f"{self._state}{f': {self._reason}' if self._reason else ''}",
-                where=self.where,
-            )
+    def _connected(self) -> Conversation:
+        with self._changed:
+            if self._state == "connected":
+                return self._conversation
+            found = f"{self._state}{f': {self._reason}' if self._reason else ''}"
+        raise DaemonUnreachable(
+            "this lease has no connection to its daemon", expected="a connected lease", found=found, where=self.where
+        )
 
-    def _no_answer(self, found: str) -> DaemonNotReady:
-        return DaemonNotReady(
-            "the daemon holds the connection but does not answer",
-            expected="an answer",
-            found=found,
+    def _new_conversation(self) -> Conversation:
+        return Conversation(
+            self._channel,
+            wake=self._wake,
+            heartbeat_s=self._heartbeat_s,
+            on_event=lambda event: self._tell(tuple(self._on_event), event),
             where=self.where,
-            next_step="look whether the daemon is stopped or starved (`weightcached status`, `ps`)",
         )
 
     def _watch(self) -> None:
-        reason = "the watcher ended"
+        """The watcher's life."""
         try:
-            poll = select.poll()
-            poll.register(self._channel.connection, select.POLLIN)
-            poll.register(self._wake, select.POLLIN)
-            while not self._closing:
-                for fd, _ in poll.poll():
-                    if fd == self._wake:
-                        os.eventfd_read(self._wake)
-                        self._send_questions()
-                    else:
-                        self._receive()
-        except PeerClosed:
-            reason = "the daemon is gone"
-        except (ContractError, OSError) as error:
-            reason = f"the connection is of no more use: {error}"
+            gone = self._hold()
+            self._go_stale(gone, self._rejoin.report(self._wake, silence_s=2 * self._heartbeat_s))
+        except Ended:
+            pass
+        except Exception:
+            logger.exception("the watcher of the lease at %s failed: please report it", self.where)
+            self._lose("the lease's watcher failed; the log has the reason")
         finally:
-            self._end(reason)
-
-    def _send_questions(self) -> None:
-        with self._changed:
-            unsent = [question for question in self._questions if not question.sent]
-        for question in unsent:
-            self._channel.send(question.message)
-            question.sent = True
-
-    def _receive(self) -> None:
-        try:
-            frame = self._channel.receive(deadline=Deadline.after(0))
-        except TimeoutError:
-            return  # part of a frame: what is there is kept, the rest will wake us again
-        frame.fds.close()
-        with self._changed:
-            kind = self._questions[0].answer_kind if self._questions else None
-            if type(frame.message) is not kind:
-                raise ProtocolError(
-                    "the daemon said something that was not asked",
-                    expected="nothing" if kind is None else kind.__name__,
-                    found=type(frame.message).__name__,
-                    where=self.where,
-                )
-            self._questions.popleft().answer = frame.message
-            self._changed.notify_all()
-
-    def _end(self, reason: str) -> None:
-        with self._changed:
-            if self._closing:
-                self._state = "closed"
-            else:
-                self._state, self._reason = "detached", reason
             self._channel.close()
-            self._close_wake()
-            callbacks = self._callbacks if self._state == "detached" else []
-            self._callbacks = []
-            self._changed.notify_all()
-        if self._state == "detached":
-            logger.warning("lost the lease at %s: %s; the weights in use stay valid", self.where, reason)
-        for callback in callbacks:
-            try:
-                callback(reason)
-            except Exception:
-                logger.exception("a callback for the lost lease at %s failed", self.where)
+            self._wake.close()
 
-    def _close_wake(self) -> None:
-        wake, self._wake = self._wake, -1
-        if wake >= 0:
-            os.close(wake)
+    def _hold(self) -> GenerationGone:
+        """Have the lease, lose it, have it again, until there is none to be had. Raises Ended."""
+        while True:
+            reason = self._conversation.follow()
+            lost_s = time.monotonic()
+            self._lose(reason)
+            try:
+                self._resume(self._come_back(), lost_s)
+            except GenerationGone as gone:
+                return gone
+
+    def _lose(self, reason: str) -> None:
+        told = self._move("detached", reason, self._on_lost)
+        if told is not None:
+            logger.warning("lost the lease at %s: %s; the weights in use stay valid", self.where, reason)
+            self._tell(told, reason)
+
+    def _come_back(self) -> Grant:
+        """Try until the lease is had again; the channel then is the new one. Raises GenerationGone, Ended."""
+        backoff = Backoff()
+        while True:
+            self._wake.wait(backoff.next_s())
+            try:
+                self._channel, grant = self._rejoin.attempt(self._wake, silence_s=2 * self._heartbeat_s)
+                return grant
+            except GenerationGone:
+                raise
+            except (WeightCacheError, OSError) as error:
+                if type(error) is not type(self._obstacle):
+                    level = logging.INFO if isinstance(error, _PASSING) else logging.WARNING
+                    logger.log(level, "cannot resume the lease at %s yet: %s", self.where, error)
+                self._obstacle = error
+
+    def _resume(self, grant: Grant, lost_s: float) -> None:
+        detached_s = time.monotonic() - lost_s
+        self.nonce = grant.nonce
+        self._obstacle = None
+        self._conversation = self._new_conversation()
+        told = self._move("connected", None, self._on_resumed)
+        if told is not None:
+            logger.info("resumed the lease at %s after %.3f s", self.where, detached_s)
+            self._tell(told, detached_s)
+
+    def _go_stale(self, gone: GenerationGone, report: Report | None) -> None:
+        reason = str(gone)
+        self._report = report
+        told = self._move("stale", reason, self._on_stale)
+        if told is not None:
+            logger.warning("no lease any more at %s: %s; the weights in use stay what they are", self.where, reason)
+            self._tell(told, reason, report)
+            if self._policy == "exit":
+                exit_process(self.where, reason)
+
+    def _move(self, state: State, reason: str | None, callbacks: list[_Callback]) -> tuple[_Callback, ...] | None:
+        """Whom to tell: those of ``callbacks`` that could not see the new state when they were added. None after
+        :meth:`close`, when nothing moves any more.
+        """
+        with self._changed:
+            if self._wake.ended:
+                return None
+            self._state, self._reason = state, reason
+            self.losses += state == "detached"
+            self.resumes += state == "connected"
+            self._changed.notify_all()
+            return tuple(callbacks)
+
+    def _tell(self, callbacks: Iterable[Callable[..., object]], *words: object) -> None:
+        for callback in callbacks:
+            if self._wake.ended:
+                return
+            try:
+                callback(*words)
+            except Exception:
+                logger.exception("a callback of the lease at %s failed", self.where)
 
     def _let_go_in_child(self) -> None:
         """In a forked child: close this copy of the connection. No thread of the parent's runs here, and no lock is
@@ -237,8 +283,8 @@ class Lease:
         """
         self._changed = threading.Condition()
         self._channel.close()
-        self._close_wake()
-        self._questions.clear()
-        self._callbacks = []
-        if self._state == "connected":
+        self._wake.let_go_in_child()
+        for callbacks in (self._on_lost, self._on_resumed, self._on_stale, self._on_event):
+            callbacks.clear()
+        if self._state in ("connected", "detached"):
             self._state, self._reason = "detached", "this process is a forked child: its parent has the lease"

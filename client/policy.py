@@ -104,11 +104,11 @@ def _invalid(path: Path, *, found: str) -> InvalidPlace:
 
 
 def refused(path: Path) -> DaemonUnreachable:
-    """The error for :attr:`Finding.REFUSED`."""
+    """The error for :attr:`Finding.REFUSED`. Who is told so has not been connected: there is nothing to wait for."""
     return DaemonUnreachable(
         "nobody answers at the daemon's socket: the daemon died after binding it",
         expected="a listening daemon",
-        found="connection refused",
+        found="connection refused, without having been connected before",
         where=path,
         next_step="start the daemon again (its log says why it ended), or remove the socket file to load from disk",
     )

@@ -53,6 +53,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._tensors: dict[str, torch.Tensor] = {}
 
     @property
+    def state(self) -> Literal["connected", "detached", "stale", "unleased", "closed"]:
+        """That of the lease; ``unleased`` for weights from disk, which no daemon knows of."""
+        if self.lease is not None:
+            return self.lease.state
+        return "closed" if self._segments is None else "unleased"
+
+    @property
     def meta(self) -> ManifestMeta:
         """What the manifest says about the generation as a whole."""
         return self.manifest.meta

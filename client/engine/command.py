@@ -165,6 +165,7 @@ def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> Weig
         timeout_s=deadline.remaining_s(),
         wait_for_daemon_s=options.wait_for_daemon_s,
         engine_name="weightcached-engine",
+        on_stale=options.on_stale,
     )
 
 

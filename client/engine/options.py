@@ -32,6 +32,7 @@ exit codes:
     6  the checkpoint's files are wrong
    64  bad options
    70  a bug
+   75  the daemon serves other weights than at the start, and --on-stale is exit
 """
 
 
@@ -50,6 +51,7 @@ class EngineOptions:
     digest: str | None = None
     timeout_s: float = 600.0
     wait_for_daemon_s: float = 0.0
+    on_stale: Literal["keep", "exit"] = "keep"
     token_ids: bool = False
     json: bool = False
 
@@ -109,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="S",
         help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
+    )
+    add(
+        "--on-stale",
+        choices=("keep", "exit"),
+        default="keep",
+        help="when the daemon was started anew and serves other weights: keep those at hand, or exit, to be started "
+        "again by a supervisor (default: %(default)s)",
     )
     add("--token-ids", action="store_true", help="print the token ids beside the text")
     add("--json", action="store_true", help="one JSON line on standard output instead of text and table")

@@ -89,10 +89,19 @@ class Service:
             "resident_bytes": self._weights.resident_bytes,
         }
 
-    def _lease_fields(self) -> dict[str, str | None] | None:
-        """The lease's state and, once it is ``detached``, the reason; ``None`` for weights from disk.
+    def _lease_fields(self) -> dict[str, str | int | None] | None:
+        """The lease's state with the reason unless it is ``connected``, what stands in the way of resuming it, and how
+        often it was resumed; ``None`` for weights from disk.
 
-        An engine whose daemon is gone serves on from the memory it has mapped; only its next start misses the daemon.
+        An engine whose daemon is gone serves on from the memory it has mapped.
         """
         lease = None if self._weights is None else self._weights.lease
-        return None if lease is None else {"state": lease.state, "reason": lease.reason}
+        if lease is None:
+            return None
+        return {
+            "state": lease.state,
+            "reason": lease.reason,
+            "obstacle": lease.obstacle,
+            "losses": lease.losses,
+            "resumes": lease.resumes,
+        }

@@ -18,7 +18,7 @@ from typing import Protocol
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.framing import Frame, FrameSender, PeerClosed
-from weightcached.protocol.messages import Message
+from weightcached.protocol.messages import Message, Ping, Pong
 from weightcached.protocol.testing.frames import frame
 
 
@@ -36,6 +36,10 @@ class Gate:
         """Blocks until the gate is open; TimeoutError when it stays shut."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             raise TimeoutError(f"nobody opened the gate within {timeout_s} s")
+
+    @property
+    def is_open(self) -> bool:
+        return bool(select.select([self._fd], [], [], 0)[0])
 
     def fileno(self) -> int:
         return self._fd
@@ -131,6 +135,25 @@ class ReceiveToEnd:
                 if error.mid_frame:
                     raise
                 return
+
+
+@dataclass(frozen=True)
+class AnswerPings:
+    """Answer every ``Ping``, and read whatever else is said, until the gate opens or the peer closes the connection."""
+
+    until: Gate | None = None
+
+    def run(self, wire: Wire) -> None:
+        while wire.wait(select.POLLIN, also=self.until) and not (self.until is not None and self.until.is_open):
+            try:
+                Receive().run(wire)
+            except PeerClosed as error:
+                if error.mid_frame:
+                    raise
+                return
+            said = wire.messages[-1]
+            if isinstance(said, Ping):
+                Send(Pong(token=said.token)).run(wire)
 
 
 @dataclass(frozen=True)

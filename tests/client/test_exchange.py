@@ -1,6 +1,7 @@
 """The conversation of an attach with a daemon that follows a script: each answer, each silence, each broken frame."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -130,25 +131,58 @@ def test_a_grant_cut_off_after_its_descriptors_arrived(grant: HonestGrant, serve
 
 
 @pytest.mark.parametrize("end", [Close(), Die()])
-def test_a_daemon_that_dies_before_it_answers(end: object, serve: Serve, attached: Attached) -> None:
-    with serve(end), pytest.raises(DaemonUnreachable, match="died during the exchange, without an answer"):
-        attached()
+def test_a_daemon_that_dies_before_it_answers_is_waited_for_until_the_deadline(
+    end: object, serve: Serve, attached: Attached
+) -> None:
+    """Whether it dies with its listener, or the listener lives on, as in a vault: the attach had been connected."""
+    started_s = time.monotonic()
+    with serve(end), pytest.raises(DaemonUnreachable, match="died during the exchange, without an answer") as caught:
+        attached(timeout_s=0.4)
+    assert "times" in str(caught.value.found)
+    assert "nobody else who answered before the deadline" in str(caught.value.found)
+    assert 0.4 <= time.monotonic() - started_s < 2
 
 
 def test_a_daemon_that_closes_without_reading(place: Place, attached: Attached) -> None:
     with LyingDaemon(place.socket_path, [Reset()]), pytest.raises(DaemonUnreachable, match="died during the exchange"):
-        attached()
+        attached(timeout_s=0.4)
 
 
-def test_a_daemon_that_dies_while_it_loads_is_waited_for(
-    grant: HonestGrant, place: Place, attached: Attached, log: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "first",
+    [
+        [Receive(), Send(LOADING), Close()],  # died while it loaded
+        [Receive(), Close()],  # died before it answered
+        [Reset()],  # died before it even looked: what it had not read comes back as a reset
+        [Close()],  # was never there: the connection had waited in the backlog of a listener that outlived it
+    ],
+)
+def test_a_daemon_that_dies_during_the_exchange_is_waited_for(
+    first: list[Step], grant: HonestGrant, place: Place, attached: Attached, log: pytest.LogCaptureFixture
 ) -> None:
-    """As under a service manager that starts it again: an attach that had been answered goes on within its deadline."""
-    first: list[Step] = [Receive(), Send(LOADING), Close()]
+    """As under whoever starts it again: an attach that had been connected goes on within its deadline."""
     second: list[Step] = [Receive(), Send(LOADING), grant.step(), ReceiveToEnd()]
     with LyingDaemon(place.socket_path, first, second), attached() as weights:
         weights.verify()
     assert any("waiting for the next one" in record.getMessage() for record in log.records)
+
+
+def test_a_daemon_that_died_and_left_only_a_backlog(place: Place, attached: Attached) -> None:
+    """What its listener's keeper holds open takes connections that nobody will ever look at."""
+    with (
+        LyingDaemon(place.socket_path, [Receive(), Send(LOADING), Close()], [Stall()]),
+        pytest.raises(DaemonUnreachable, match=r"died during the exchange, at read"),
+    ):
+        attached(timeout_s=0.5)
+
+
+def test_an_attach_that_has_not_been_connected_waits_for_nobody(serve: Serve, place: Place, attached: Attached) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place.socket_path))
+    started_s = time.monotonic()
+    with pytest.raises(DaemonUnreachable, match="without having been connected before"):
+        attached(timeout_s=30)
+    assert time.monotonic() - started_s < 5
 
 
 def test_a_daemon_that_died_while_it_loaded_and_does_not_come_back(serve: Serve, attached: Attached) -> None:
@@ -164,7 +198,15 @@ def test_a_daemon_that_answered_once_and_then_hangs_up_on_everybody(place: Place
     with daemon, pytest.raises(DaemonUnreachable, match=r"died during the exchange, at read"):
         attached(timeout_s=0.4)
     assert 0.4 <= time.monotonic() - started_s < 2
-    assert len(daemon.wires) < 20
+    assert len(daemon.wires) < 12
+
+
+def test_the_next_daemon_may_still_be_loading_at_the_deadline(place: Place, attached: Attached) -> None:
+    with (
+        LyingDaemon(place.socket_path, [Receive(), Close()], [Receive(), Repeat(Send(LOADING), every_s=0.02)]),
+        pytest.raises(DaemonNotReady, match=r"read, 1\.00 of 4\.00 GB"),
+    ):
+        attached(timeout_s=0.5)
 
 
 def test_unproven_is_answered_with_the_digest(

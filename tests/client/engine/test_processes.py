@@ -126,7 +126,8 @@ def test_the_same_tokens_across_a_killed_engine_and_a_killed_daemon(tiny: Path, 
         with engine(tiny, runtime_dir, *words, mode="require") as second:
             ready = second.wait_ready()
             assert ready["answer"]["token_ids"] == wanted
-            assert second.ask("/status")["weights"]["lease"] == {"state": "connected", "reason": None}
+            lease = second.ask("/status")["weights"]["lease"]
+            assert lease == {"state": "connected", "reason": None, "obstacle": None, "losses": 0, "resumes": 0}
             long = second.generate(200)
             assert _generate_while(second, 200, lambda: served.stop(signal.SIGKILL)) == long
             lease = _wait_detached(second)
