@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("weightcached.daemon.status:main", "show every daemon of a runtime directory"),
     "wait": ("weightcached.daemon.wait:main", "return when a place is ready"),
     "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
+    "install-units": ("weightcached.daemon.install_units:main", "put the systemd files where systemd looks"),
     "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
     "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
     "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),
@@ -50,5 +51,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def overview() -> str:
     """What is printed by ``weightcached --help``."""
     lines = ["usage: weightcached COMMAND [options]        (weightcached COMMAND --help, weightcached --version)", ""]
-    lines += [f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:13} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(lines)

@@ -7,6 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import grp
+import pwd
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -74,10 +78,10 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--name", help=f"tells several daemons of a directory apart (default: {DEFAULT_NAME})")
     group.add_argument(
-        "--allow-uid", metavar="UID", type=_id, action="append", default=[], help="trust this user too (repeatable)"
+        "--allow-uid", metavar="USER", type=user_id, action="append", default=[], help="trust this user (repeatable)"
     )
     group.add_argument(
-        "--allow-gid", metavar="GID", type=_id, action="append", default=[], help="trust this group too (repeatable)"
+        "--allow-gid", metavar="GROUP", type=group_id, action="append", default=[], help="and this group (repeatable)"
     )
 
 
@@ -200,8 +204,21 @@ def _positive(text: str) -> int:
     return value
 
 
-def _id(text: str) -> int:
-    value = int(text)
+def user_id(text: str) -> int:
+    """A user id from a number or a name."""
+    return _id(text, lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def group_id(text: str) -> int:
+    """A group id from a number or a name."""
+    return _id(text, lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _id(text: str, look_up: Callable[[str], int]) -> int:
+    try:
+        value = int(text) if re.fullmatch("-?[0-9]+", text) else look_up(text)
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"there is no {text!r} on this machine") from error
     if not 0 <= value < 2**32 - 1:
         raise argparse.ArgumentTypeError("a user or group id is expected")
     return value

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("client", "daemon", "loader", "protocol")
+ROOMS = ("client", "daemon", "loader", "protocol", "systemd")
 
 # What a room may import of the other rooms. The client's one import of the loader, for the disk fallback, is late.
 ALLOWED = {
@@ -22,6 +23,7 @@ ALLOWED = {
     "loader": {"loader", "protocol"},
     "daemon": {"daemon", "protocol"},
     "client": {"client", "loader", "protocol"},
+    "systemd": set(),
 }
 HEAVY = {"numpy", "torch", "transformers"}
 EXECUTABLE_ENCODINGS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
@@ -81,6 +83,17 @@ def test_the_package_table_lists_exactly_the_folders_with_modules() -> None:
     folders = {"weightcached." + name_of(path.parent).replace("/", "."): name_of(path.parent) for path in MODULES}
     assert setuptools["package-dir"] == folders
     assert sorted(setuptools["packages"]) == sorted(folders)
+
+
+def test_the_systemd_files_are_packaged() -> None:
+    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    patterns = [*package_data["*"], *package_data["weightcached.systemd"], "*.py"]
+    left_out = [
+        path.name
+        for path in (ROOT / "systemd").iterdir()
+        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in patterns)
+    ]
+    assert left_out == []
 
 
 def test_every_folder_at_the_top_with_modules_is_a_room_or_tests() -> None:

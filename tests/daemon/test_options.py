@@ -1,5 +1,7 @@
 """Options of `serve`: valid ones become a place and values, others are refused by name before anything starts."""
 
+import grp
+import pwd
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,12 @@ def test_everything() -> None:
     assert options.allowed == AllowList(frozenset({7, 8}), frozenset({9}))
     assert options.trusted_filesystems == ("fuse",)
     assert (options.drain_timeout_s, options.exchange_timeout_s, options.cache_dir) == (1.5, 2.0, Path("/c"))
+
+
+def test_users_and_groups_may_be_named() -> None:
+    user, group = pwd.getpwall()[-1], grp.getgrall()[-1]
+    options = parse_serve([*MODEL, "--allow-uid", user.pw_name, "--allow-gid", group.gr_name])
+    assert options.allowed == AllowList(frozenset({user.pw_uid}), frozenset({group.gr_gid}))
 
 
 def test_a_rank_is_never_guessed() -> None:
@@ -59,6 +67,8 @@ def test_values_that_cannot_be_used(arguments: list[str], error: type[Exception]
         [*MODEL, "--drain-timeout", "-1"],
         [*MODEL, "--drain-timeout", "nan"],
         [*MODEL, "--allow-uid", "-5"],
+        [*MODEL, "--allow-uid", "nobody-of-that-name"],
+        [*MODEL, "--allow-gid", ""],
         [*MODEL, "--tp", "2"],  # abbreviations are not guessed
     ],
 )
