@@ -1,6 +1,7 @@
 """Becomes another program with descriptors at 3, 4, …, as a service manager starts one.
 
-`hand_over.py FDS NAMES PROGRAM…`: FDS are this process's, joined by commas; NAMES go into LISTEN_FDNAMES. With no FDS nothing is handed over.
+`hand_over.py FDS NAMES PROGRAM…`: FDS are this process's, joined by commas; NAMES go into LISTEN_FDNAMES. With no FDS
+nothing is handed over.
 """
 
 import fcntl

@@ -4,7 +4,7 @@ numpy.
 The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads honestly: one segment of
 ``segment_nbytes`` zero bytes, written to once, and a manifest with one row. Keys:
 
-- ``segment_nbytes``: size of the segment (default 4096)
+- ``segment_nbytes``: size of the segment (default 4096); all of it is memory in use
 - ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
 - ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
   ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
@@ -28,6 +28,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
@@ -128,6 +130,8 @@ def main() -> None:
     segment = frame.fds.take(0)
     point("memory", channel)
     channel.send(Progress(stage="read", bytes_done=0, bytes_total=NBYTES))
+    if NBYTES:
+        os.posix_fallocate(segment, 0, NBYTES)
     os.pwrite(segment, b"\1", 0)
     channel.send(Progress(stage="read", bytes_done=NBYTES // 2, bytes_total=NBYTES))
     point("progress", channel)
@@ -152,6 +156,14 @@ def keep_mapping(segment: int) -> None:
         child.stdout.readline()
 
 
+def digest_of_segment() -> bytes:
+    """Of what is written: a one, and zeros."""
+    hasher, zeros = xxhash.xxh3_128(b"\1"), bytes(1 << 20)
+    for left in range(NBYTES - 1, 0, -len(zeros)):
+        hasher.update(zeros[:left])
+    return hasher.digest()
+
+
 def report(channel: Channel, job: Job, memory: Memory) -> None:
     config = CacheConfig.model_validate(job.config)
     seconds = {"read": 0.001}
@@ -167,7 +179,7 @@ def report(channel: Channel, job: Job, memory: Memory) -> None:
         bytes_kept=NBYTES,
         seconds=seconds,
     )
-    row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", bytes(16))
+    row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", digest_of_segment())
     data = encode_manifest(meta, [row], NameAccounting(expected=("weight",), loaded=("weight",)))
     fd = host.allocate(len(data), name=names.manifest_name(job.generation))
     os.pwrite(fd, data, 0)
