@@ -18,7 +18,7 @@ from weightcached.daemon.digesting import Digesting, remembered
 from weightcached.daemon.generation import Generation
 from weightcached.daemon.loading import LoadRequest, TransientFailure, load
 from weightcached.daemon.options import ServeOptions
-from weightcached.daemon.progress import Changes, ProgressTracker, display_for_stderr
+from weightcached.daemon.progress import Changes, ProgressTracker, display_for
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.record import Published, Record
 from weightcached.daemon.server import Server
@@ -49,7 +49,7 @@ class Keeper:
         self._claim = claim
         self._record = Record(
             options=options,
-            progress=ProgressTracker(display_for_stderr()),
+            progress=ProgressTracker(display_for(options.log_format)),
             machine=StateMachine(changed),
             changes=changes,
         )

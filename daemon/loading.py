@@ -247,9 +247,7 @@ class _Worker:
                 ) from error
 
     async def finish(self) -> None:
-        """Wait for the exit of a worker that has reported; one that lingers is killed. Nothing depends on how it
-        exits.
-        """
+        """Wait for the exit of a worker that has reported; one that lingers is killed."""
         try:
             async with asyncio.timeout(_EXIT_TIMEOUT_S):
                 code = await self.child.ended()
