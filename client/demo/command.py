@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from weightcached.client.demo import embeddings, engines, report, shards
 from weightcached.client.demo.checkpoint import DemoCheckpoint, make_checkpoint
-from weightcached.client.demo.processes import Child, StepFailed, Workshop
+from weightcached.client.demo.processes import STOP_SIGNALS, Child, StepFailed, Workshop, signals_later
 
 MISMATCH_EXIT = 1
 FAILED_EXIT = 2
@@ -47,17 +47,32 @@ def main(argv: Sequence[str]) -> int:
     if lack is not None:
         print(f"weightcached demo: {lack}", file=sys.stderr)
         return FAILED_EXIT
-    previous = signal.signal(signal.SIGTERM, _raise_exit)
+    previous = {number: signal.signal(number, _raise_stopped) for number in STOP_SIGNALS}
     try:
         return _run(nbytes, keep=options.keep, say=_Say())
     except StepFailed as error:
         print(f"weightcached demo: {error}", file=sys.stderr)
         return FAILED_EXIT
-    except KeyboardInterrupt:
+    except _Stopped as stopped:
         print("weightcached demo: stopped; everything that was started has been ended", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + stopped.signum
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT, raised in the main thread wherever it is."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def _raise_stopped(signum: int, _: object) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # what follows is the clean-up, and must not be cut short
+    raise _Stopped(signum)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,16 +122,12 @@ def _available_memory_bytes() -> int:
     raise StepFailed("/proc/meminfo does not say how much memory is available")
 
 
-def _raise_exit(signum: int, _: object) -> None:
-    signal.signal(signum, signal.SIG_IGN)  # what follows is the clean-up
-    raise SystemExit(128 + signum)
-
-
 def _run(nbytes: int, *, keep: bool, say: _Say) -> int:
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="weightcached-demo-"))
-        if not keep:
-            stack.callback(shutil.rmtree, folder)
+        with signals_later():
+            folder = Path(tempfile.mkdtemp(prefix="weightcached-demo-"))
+            if not keep:
+                stack.callback(shutil.rmtree, folder)
         workshop = stack.enter_context(Workshop(folder))
         checkpoint = _prepare(workshop, nbytes, say)
         told = engines.tell(workshop, checkpoint, say)
