@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcached.daemon.admission import admit
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation
 from weightcached.daemon.progress import ProgressTracker
@@ -32,6 +31,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
