@@ -30,8 +30,8 @@ from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven, InvalidOption, TransferError
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
-from weightcached.protocol.framing import Frame
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Grant
 from weightcached.protocol.peers import AllowList
@@ -159,8 +159,8 @@ def _from_daemon(
         try:
             if wanted.want == "checkpoint" and evidence.empty:
                 raise _nothing_to_prove_with(wanted.model_dir)
-            frame = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
-            return _granted(channel, frame, wanted, mine, where)
+            grant, fds = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
+            return _granted(channel, grant, fds, wanted, mine, where)
         except ConnectionLost as error:
             channel.close()
             lost = lost or error  # the first: a daemon that is dying takes connections that it will never answer
@@ -173,12 +173,11 @@ def _from_daemon(
             raise
 
 
-def _granted(channel: Channel, frame: Frame, wanted: _Content, mine: Provenance | None, where: str) -> WeightSet:
+def _granted(
+    channel: Channel, grant: Grant, fds: OwnedFds, wanted: _Content, mine: Provenance | None, where: str
+) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
-    grant = frame.message
-    if not isinstance(grant, Grant):
-        raise TypeError("not a grant")
-    mapped = import_grant(grant, frame.fds, fingerprint=wanted.config.fingerprint, where=where)
+    mapped = import_grant(grant, fds, fingerprint=wanted.config.fingerprint, where=where)
     try:
         _require_wanted(grant, wanted, where)
         provenance.compare(mine, grant.provenance, where=where)
