@@ -35,7 +35,7 @@ from weightcached.protocol.errors import InsufficientMemory
 log = logging.getLogger(__name__)
 
 THREADS = 4
-"""Whatever the number of processors: while one waits for the disk or for its turn, others work. More than these wait for
+"""Whatever the number of processors: while one waits for the disk or for its turn, others work. More of them wait for
 each other at the kernel's allocator of pages.
 """
 
