@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonAbsent, DaemonDraining, WeightCacheError
 from weightcached.protocol.messages import Report

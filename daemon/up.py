@@ -19,13 +19,12 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.options import (
-    USAGE_EXIT,
-    Parser,
     add_model_arguments,
     add_place_arguments,
     add_running_arguments,
     serve_options,
 )
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
 
 _LINE_MAX_BYTES = 1024 * 1024

@@ -16,15 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
 from weightcached.client.demo import embeddings, engines, report, shards
 from weightcached.client.demo.checkpoint import DemoCheckpoint, make_checkpoint
 from weightcached.client.demo.processes import STOP_SIGNALS, Child, StepFailed, Workshop, signals_later
+from weightcached.protocol.command_line import Parser
 
 MISMATCH_EXIT = 1
 FAILED_EXIT = 2
-USAGE_EXIT = 64
 _IMPORTS = "import transformers; transformers.AutoTokenizer, transformers.Qwen2ForCausalLM, transformers.BertModel"
 _SPARE_BYTES = 1_500_000_000
 
@@ -75,20 +74,13 @@ def _raise_stopped(signum: int, _: object) -> None:
     raise _Stopped(signum)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="weightcached demo",
         description="Makes a checkpoint, starts an engine from disk and from a daemon, kills it, starts it again, and "
         "prints where the seconds went. Takes one to three minutes; everything it makes lies in a temporary folder.",
         epilog="exit codes: 0 everything agreed; 1 some answer or byte differed; 2 a step failed; 64 bad options; "
         "130 or 143 stopped",
-        allow_abbrev=False,
     )
     parser.add_argument("--size-gb", type=_size, default=1.0, metavar="GB", help="of the checkpoint (default: 1)")
     parser.add_argument("--keep", action="store_true", help="leave the folder with checkpoint and logs")

@@ -563,8 +563,8 @@ def test_the_commands_exit_codes(
     assert results == [
         (0, None),
         (1, "pickle_refused"),
-        (2, "invalid_option"),
-        (2, "invalid_option"),
+        (64, "invalid_option"),
+        (64, "invalid_option"),
         (3, "checkpoint_changed"),
     ]
     assert main([str(bad)]) == 1
