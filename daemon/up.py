@@ -26,6 +26,7 @@ from weightcached.daemon.options import (
 )
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.processes import python_command
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -83,11 +84,7 @@ class Ranks:
     async def _start(self, rank: int) -> Process:
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "weightcached.daemon",
-            "serve",
-            *self._arguments,
+            *python_command("weightcached.daemon", "serve", *self._arguments),
             *("--tp-rank", str(rank), "--parent-pid", str(os.getpid())),
             stdin=DEVNULL,
             stdout=DEVNULL,

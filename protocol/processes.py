@@ -1,4 +1,4 @@
-"""Owns what a helper process does to itself at its start: die with its parent, step back behind the engines.
+"""Helper processes: how they are started with this interpreter, and what they do to themselves at their start.
 
 Called by processes that weightcached starts (the worker, the digest process) on themselves; never by an engine.
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
@@ -16,6 +17,13 @@ _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_CLASS_IDLE = 3 << 13
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs ``module`` with this interpreter. ``-P``: no file of the current directory (a model's, say)
+    can stand in for a module.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(expected_parent_pid: int) -> None:

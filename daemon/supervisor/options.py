@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 
 from weightcached.protocol.command_line import Parser
+from weightcached.protocol.processes import python_command
 
 _EXAMPLES = """\
 The program is `serve` with its options, or any program that becomes the keeper by exec:
@@ -63,8 +63,7 @@ def parse(argv: list[str]) -> SuperviseOptions:
 
 def _command(program: list[str]) -> tuple[str, ...]:
     if program[0] == "serve":
-        # -P: a file in the current directory must not stand in for a module of ours.
-        return (sys.executable, "-P", "-m", "weightcached.daemon", *program)
+        return tuple(python_command("weightcached.daemon", *program))
     return tuple(program)
 
 

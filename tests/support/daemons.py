@@ -319,6 +319,7 @@ def scripted_daemon(
     cgroup that the daemon joins first.
     """
     environment = {
+        "PYTHONPATH": str(ROOT),  # the keeper's helpers do not look into the current directory
         "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
         "WEIGHTCACHED_TEST_BREAKS": breaking,
         "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),
