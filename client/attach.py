@@ -30,8 +30,8 @@ from weightcached.protocol.config import Provenance, abbreviated, build_config
 from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import CheckpointMismatch, InvalidOption
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
-from weightcached.protocol.framing import Frame
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Grant
 from weightcached.protocol.peers import AllowList
@@ -175,8 +175,8 @@ def _from_daemon(
         channel = Channel(connection, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
         try:
             wanted.require_some(evidence)
-            frame = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
-            return _granted(channel, frame, wanted, mine, terms)
+            grant, fds = negotiate(channel, request, evidence, prove=proven, deadline=deadline, progress=progress)
+            return _granted(channel, grant, fds, wanted, mine, terms)
         except ConnectionLost as error:
             channel.close()
             losses += 1
@@ -192,12 +192,12 @@ def _from_daemon(
         time.sleep(min(backoff.next_s(), deadline.remaining_s()))
 
 
-def _granted(channel: Channel, frame: Frame, wanted: Wanted, mine: Provenance | None, terms: _Terms) -> WeightSet:
+def _granted(
+    channel: Channel, grant: Grant, fds: OwnedFds, wanted: Wanted, mine: Provenance | None, terms: _Terms
+) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
-    grant, where = frame.message, terms.where
-    if not isinstance(grant, Grant):
-        raise TypeError("not a grant")
-    mapped = import_grant(grant, frame.fds, fingerprint=wanted.config.fingerprint, where=where)
+    where = terms.where
+    mapped = import_grant(grant, fds, fingerprint=wanted.config.fingerprint, where=where)
     try:
         wanted.require_granted(grant, where)
         provenance.compare(mine, grant.provenance, where=where)

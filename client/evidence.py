@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from weightcached.protocol.content import open_weights, take_receipts, weight_fi
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import ERRORS_BY_CODE, CheckpointUnproven, WeightCacheError
+from weightcached.protocol.processes import python_command
 from weightcached.protocol.sidecar import read_sidecar
 
 
@@ -64,7 +64,7 @@ def prove(
     A process of its own computes it, because one pass over the bytes (or the wait for somebody else's pass) has to end
     at the deadline. Raises CheckpointUnproven at the deadline, CheckpointChanged when the files are no longer those.
     """
-    command = [sys.executable, "-m", "weightcached.protocol.digests", "--json", "--die-with-parent", str(os.getpid())]
+    command = python_command("weightcached.protocol.digests", "--json", "--die-with-parent", str(os.getpid()))
     command += ["--expect-receipts", str(evidence.receipts)]
     command += [] if cache_dir is None else ["--cache-dir", str(cache_dir)]
     command += [word for name in sorted(also_trusted) for word in ("--trust-filesystem", name)]

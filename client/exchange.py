@@ -27,6 +27,7 @@ from weightcached.protocol.errors import (
     TransferError,
     WeightCacheError,
 )
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.messages import WAIT_MAX_S, Grant, Hello, Loading, Refused, Unproven
 
@@ -98,8 +99,8 @@ def negotiate(
     prove: Callable[[Evidence], Evidence],
     deadline: Deadline,
     progress: Progress | None,
-) -> Frame:
-    """Ask for the weights and wait for them. Returns the frame of a Grant; the caller owns its descriptors.
+) -> tuple[Grant, OwnedFds]:
+    """Ask for the weights and wait for them. The caller owns the descriptors that came with the grant.
 
     ``prove`` is asked for a digest when the daemon finds receipts not enough. Raises what the daemon refuses with,
     DaemonNotReady at the deadline, ConnectionLost, ProtocolError, TransferError; the channel is then of no more use.
@@ -111,7 +112,7 @@ def negotiate(
             frame = channel.receive(deadline=deadline)
             message = frame.message
             if isinstance(message, Grant):
-                return frame
+                return message, frame.fds
             require_no_descriptors(frame, request.where)
             if isinstance(message, Loading):
                 waiting.report(message)

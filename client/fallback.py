@@ -1,6 +1,6 @@
 """The way without a daemon: the same loader, in this process, into this process's own memory.
 
-Owns :func:`load_from_disk`. Imported only when it is needed, for it brings the loader and torch. Offsets, names and
+Owns :func:`load_from_disk`. The loader, and with it torch, is imported only when it is called. Offsets, names and
 digests are those that a daemon would have made: the same plan, the same code, the same kind of sealed memory.
 """
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from weightcached.client.exchange import Progress
 from weightcached.client.transfer import map_segments
 from weightcached.client.weights import WeightSet
-from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.pipeline import encode, load, prepare
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, version_of
 from weightcached.protocol.digest_cache import DigestCache, cache_directory
@@ -25,6 +23,7 @@ from weightcached.protocol.errors import CheckpointMismatch
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.messages import Loading
 
 logger = logging.getLogger("weightcached.client")
@@ -41,15 +40,20 @@ def load_from_disk(
 ) -> WeightSet:
     """Load this rank's shard of ``model_dir``. Blocks; ``progress`` is called by the loader's threads, one at a time.
 
-    A stated ``digest`` is compared with the files' before anything is read: CheckpointMismatch. Raises what the loader
-    raises for bad files and models it does not know; nothing stays open, mapped or allocated then.
+    A stated ``digest`` is compared with the files' before anything is loaded: CheckpointMismatch. InsufficientMemory
+    where the shard does not fit in what is free. Raises what the loader raises for bad files and models it does not
+    know; nothing stays open, mapped or allocated then.
     """
+    from weightcached.loader.checkpoint import open_checkpoint
+    from weightcached.loader.pipeline import encode, load, prepare
+
     started_s = time.monotonic()
     with open_checkpoint(model_dir, also_trusted=also_trusted) as checkpoint:
         if digest is not None:
             _require_digest(model_dir, digest, checkpoint.receipts, cache_dir=cache_dir, also_trusted=also_trusted)
         prepared = prepare(checkpoint, config)
         nbytes = prepared.placement.segment_nbytes
+        admit(nbytes)
         with OwnedFds([host.allocate(nbytes, name="weightcached:disk")]) as memory:
             report = _reporting(progress)
             loaded = load(checkpoint, prepared, memory[0], also_trusted=also_trusted, progress=report)

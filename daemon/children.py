@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.errors import ContractError
+from weightcached.protocol.processes import python_command
 
 TAIL_LINES = 20
 _LINE_MAX_BYTES = 64 * 1024
@@ -46,11 +46,7 @@ class Child:
     ) -> Child:
         """Run ``python -P -m module arguments``. ``answers``: its standard output is kept for :meth:`answer`."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # a file in the current directory must not stand in for a module of ours
-            "-m",
-            module,
-            *arguments,
+            *python_command(module, *arguments),
             stdin=DEVNULL,
             stdout=PIPE if answers else DEVNULL,
             stderr=PIPE,

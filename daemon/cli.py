@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-USAGE_EXIT = 64
+from weightcached.protocol.command_line import USAGE_EXIT
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("weightcached.daemon.serve:main", "load one rank's weights and serve them"),

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from weightcached.daemon.options import USAGE_EXIT, Parser
 from weightcached.daemon.text import one_line
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import DeploymentError, InvalidOption, WeightCacheError
 
 SHIPPED_EXECUTABLE = "/usr/bin/weightcached"

@@ -18,7 +18,7 @@ from weightcached.daemon.custody import Custody
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
-from weightcached.daemon.progress import Changes, ProgressTracker, display_for_stderr
+from weightcached.daemon.progress import Changes, ProgressTracker, display_for
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.record import Limits, Record
@@ -56,7 +56,7 @@ class Keeper:
         )
         self._record = Record(
             options=options,
-            progress=ProgressTracker(display_for_stderr()),
+            progress=ProgressTracker(display_for(options.log_format)),
             machine=StateMachine(changed),
             changes=changes,
             limits=Limits.of(options),

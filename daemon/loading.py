@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from weightcached.daemon.admission import admit
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
 from weightcached.daemon.progress import ProgressTracker
@@ -30,6 +29,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -238,9 +238,7 @@ class _Worker:
                 ) from error
 
     async def finish(self) -> None:
-        """Wait for the exit of a worker that has reported; one that lingers is killed. Nothing depends on how it
-        exits.
-        """
+        """Wait for the exit of a worker that has reported; one that lingers is killed."""
         try:
             async with asyncio.timeout(_EXIT_TIMEOUT_S):
                 code = await self.child.ended()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import TextIO
 
 from weightcached.daemon.text import one_line
 
@@ -46,12 +47,25 @@ def _value(value: object) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
+class _AboveBars(logging.StreamHandler[TextIO]):
+    """Writes lines above a progress bar, where there is one, instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "tqdm" not in sys.modules:  # no bar was ever shown
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def configure(*, format_name: str, level: str, place: str) -> None:
     """Send all records from ``level`` on to standard error, as ``text`` or ``json``. Called once, by a command.
 
     ``place`` is in every JSON record, so that several daemons can share one log.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _AboveBars(sys.stderr)
     if format_name == "json":
         from pythonjsonlogger.json import JsonFormatter
 

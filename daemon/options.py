@@ -13,33 +13,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from weightcached.protocol.command_line import Parser
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
-
-USAGE_EXIT = 64
-"""Exit code for options that cannot be used (sysexits' EX_USAGE), apart from the codes that commands give a meaning."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that exits with :data:`USAGE_EXIT`, and never guesses an abbreviated option."""
-
-    def __init__(self, *, prog: str, description: str, epilog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage()
-        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,9 +132,9 @@ def _new_bar(loading: Loading) -> tqdm[NoReturn]:
     return tqdm(total=loading.bytes_total, unit="B", unit_scale=True, desc=loading.stage, leave=False)
 
 
-def display_for_stderr() -> Display:
-    """A bar where standard error is a terminal, lines elsewhere."""
-    return Bar() if sys.stderr.isatty() else Lines()
+def display_for(log_format: str) -> Display:
+    """A bar where people read standard error on a terminal, lines elsewhere."""
+    return Bar() if log_format == "text" and sys.stderr.isatty() else Lines()
 
 
 class Changes:

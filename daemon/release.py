@@ -18,8 +18,9 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
-from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.text import binary_size, one_line
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,

@@ -17,12 +17,12 @@ from weightcached.daemon.claim import take
 from weightcached.daemon.keeper import Keeper
 from weightcached.daemon.listen_fds import take_handed_over
 from weightcached.daemon.notify import Notifier
-from weightcached.daemon.options import USAGE_EXIT, parse_serve
+from weightcached.daemon.options import parse_serve
+from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.processes import die_with_parent
 
 _CANNOT_START_EXIT = 1
-_BUG_EXIT = 70
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         return _CANNOT_START_EXIT
     except Exception:  # IllegalTransition above all: what the table does not have must not go on
         log.exception("a bug: the keeper ends")
-        return _BUG_EXIT
+        return BUG_EXIT
     return 0
 
 

@@ -12,10 +12,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import Report
 from weightcached.protocol.places import runtime_directory

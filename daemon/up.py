@@ -19,14 +19,14 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.options import (
-    USAGE_EXIT,
-    Parser,
     add_model_arguments,
     add_place_arguments,
     add_running_arguments,
     serve_options,
 )
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.processes import python_command
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -86,9 +86,8 @@ class Ranks:
     async def _start(self, rank: int) -> Process:
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "weightcached.daemon", "supervise"),
-            *("--parent-pid", str(os.getpid()), *self._log_arguments, "--"),
-            *("serve", *self._arguments, "--tp-rank", str(rank)),
+            *python_command("weightcached.daemon", "supervise", "--parent-pid", str(os.getpid()), *self._log_arguments),
+            *("--", "serve", *self._arguments, "--tp-rank", str(rank)),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,

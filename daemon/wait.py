@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.options import USAGE_EXIT, Parser, add_place_arguments, allow_list
+from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,

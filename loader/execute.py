@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -28,10 +29,15 @@ from weightcached.loader.planned import PartKind
 from weightcached.loader.quantize import Output, transformed
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
+from weightcached.loader.strategy import choose
 from weightcached.protocol.errors import InsufficientMemory
 
-THREADS_MAX = 4
-"""More do not help: they wait for each other at the allocator of pages."""
+log = logging.getLogger(__name__)
+
+THREADS = 4
+"""Whatever the number of processors: while one waits for the disk or for its turn, others work. More of them wait for
+each other at the kernel's allocator of pages.
+"""
 
 AHEAD_NBYTES = 32 << 20
 """How far ahead of reading the page cache is asked to be filled."""
@@ -64,17 +70,12 @@ class Executed:
     traffic: Mapping[PartKind, Traffic]
 
 
-def default_threads() -> int:
-    """As many as this process may run on, at most :data:`THREADS_MAX`."""
-    return min(len(os.sched_getaffinity(0)), THREADS_MAX)
-
-
 def execute(
     placement: Placement,
     files: Mapping[str, int],
     segment: int,
     *,
-    threads: int | None = None,
+    threads: int = THREADS,
     slab_nbytes: int = SLAB_NBYTES,
     progress: Progress | None = None,
 ) -> Executed:
@@ -84,8 +85,11 @@ def execute(
     stopped. Raises TruncatedFile or CheckpointError (unreadable, or not finite where it must be) naming file and
     tensor, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
     """
-    team = _Team(placement, Reader(files), segment, slab_nbytes, progress)
-    team.run(default_threads() if threads is None else threads)
+    sizes = {name: os.fstat(fd).st_size for name, fd in files.items()}
+    strategy = choose([placed.parameter for placed in placement.placed], sizes)
+    log.info("load strategy: %s", strategy.reason)
+    team = _Team(placement, Reader(files, strategy.exact), segment, slab_nbytes, progress)
+    team.run(threads)
     return team.executed()
 
 

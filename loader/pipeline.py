@@ -7,24 +7,20 @@ to nobody.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from weightcached.loader.checkpoint import Checkpoint
-from weightcached.loader.execute import Executed, Progress, Traffic, default_threads, execute
+from weightcached.loader.execute import THREADS, Executed, Progress, Traffic, execute
 from weightcached.loader.layout import Placed, Placement, place
 from weightcached.loader.plan import make_plan
 from weightcached.loader.planned import LoadPlan, PartKind
 from weightcached.loader.reading import requested_nbytes
-from weightcached.loader.strategy import choose
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import take_receipts
 from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, contiguous_stride, encode_manifest
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ def load(
     *,
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
-    threads: int | None = None,
+    threads: int = THREADS,
 ) -> Loaded:
     """Fill ``segment``, a writable descriptor of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
 
@@ -89,9 +85,6 @@ def load(
     half filled. Raises CheckpointChanged when a file is not what it was when the checkpoint was opened, another
     CheckpointError when one cannot be read or used, InsufficientMemory, and what ``progress`` raises.
     """
-    strategy = choose()
-    threads = default_threads() if threads is None else threads
-    log.info("load strategy %s with %d threads: %s", strategy.name, threads, strategy.reason)
     seconds: dict[str, float] = {}
     with _timed(seconds, "load"):
         executed = execute(prepared.placement, checkpoint.files, segment, threads=threads, progress=progress)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from weightcached.loader.planned import LoadPlan, PartKind
+from weightcached.loader.planned import LoadPlan, PartKind, PlannedParameter
 from weightcached.loader.slabs import Read, Slab, reads_of
 from weightcached.protocol.errors import CheckpointError, TruncatedFile
 
@@ -31,22 +31,24 @@ _ZEROS = memoryview(bytes(1 << 20))
 class Reader:
     """Reads slabs from ``files``, a mapping from file name to descriptor that outlives this object."""
 
-    def __init__(self, files: Mapping[str, int]) -> None:
+    def __init__(self, files: Mapping[str, int], exact: Container[str] = ()) -> None:
+        """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of."""
         self._files = files
+        self._exact = exact
         # Bytes of gaps land here, all in one place that stays in the cache. What is in it is never looked at.
         self._gap = memoryview(bytearray(_GAP_MAX_NBYTES))
-        for fd in files.values():
-            # The kernel's guess at what comes next would read past this rank's ranges. We know, and say so: `expect`.
-            _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for name, fd in files.items():
+            _advise(fd, 0, 0, os.POSIX_FADV_RANDOM if name in exact else os.POSIX_FADV_SEQUENTIAL)
 
     def expect(self, slab: Slab) -> None:
-        """Have the slab's ranges read ahead into the page cache, unless they are there. Blocks only while the device's
-        queue is full.
+        """The slab will be read soon. Fills the page cache with its ranges of exact files, unless they are there.
+
+        Blocks only while the device's queue is full.
         """
         for read in slab.reads:
             fd = self._files[read.tensor.file]
-            if _is_cached(fd, read.offset + read.span_nbytes - 1):
-                continue  # at a tenth of the price of advice that changes nothing
+            if read.tensor.file not in self._exact or _is_cached(fd, read.offset + read.span_nbytes - 1):
+                continue
             for offset, nbytes in spans(read):
                 _advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -111,9 +113,16 @@ def requested_nbytes(plan: LoadPlan) -> dict[PartKind, int]:
     """
     requested: dict[PartKind, int] = {}
     for parameter in plan.parameters:
-        nbytes = sum(nbytes for read in reads_of(parameter) for _, nbytes in spans(read))
+        nbytes = sum(nbytes for _, _, nbytes in requests(parameter))
         requested[parameter.part_kind] = requested.get(parameter.part_kind, 0) + nbytes
     return requested
+
+
+def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, nbytes) of all ranges that are read for the parameter, gaps included."""
+    for read in reads_of(parameter):
+        for offset, nbytes in spans(read):
+            yield read.tensor.file, offset, nbytes
 
 
 def spans(read: Read) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.content import (
     OpenWeights,
     Receipts,
@@ -162,8 +163,8 @@ def _computed(
 def main(argv: list[str]) -> int:
     """``weightcached digest MODEL``: prints the digest, as text or as one line of JSON.
 
-    Exit codes: 0 printed · 1 the checkpoint cannot be read · 2 an option or the cache directory cannot be used ·
-    3 the checkpoint changed meanwhile, or is not the one ``--expect-receipts`` names. With ``--json`` an error is one
+    Exit codes: 0 printed · 1 the checkpoint cannot be read · 3 the checkpoint changed meanwhile, or is not the one
+    ``--expect-receipts`` names · 64 an option or the cache directory cannot be used. With ``--json`` an error is one
     line too, ``{"error": {"code": …, "message": …, …}}``.
     """
     options = _parser().parse_args(argv)
@@ -177,7 +178,7 @@ def main(argv: list[str]) -> int:
             print(json.dumps({"error": error.as_fields()}), flush=True)
         else:
             print(f"weightcached digest: {error}", file=sys.stderr)
-        return 3 if isinstance(error, CheckpointChanged) else 2 if isinstance(error, InvalidOption) else 1
+        return 3 if isinstance(error, CheckpointChanged) else USAGE_EXIT if isinstance(error, InvalidOption) else 1
     if options.json:
         print(json.dumps(document), flush=True)
     else:
@@ -242,11 +243,11 @@ class _Meter:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="weightcached digest",
         description="Prints the digest of a checkpoint's content; computes it once per host.",
-        epilog="exit codes: 0 printed; 1 the checkpoint cannot be read; 2 an option or the cache directory cannot be "
-        "used; 3 the checkpoint changed meanwhile, or has other receipts than expected",
+        epilog="exit codes: 0 printed; 1 the checkpoint cannot be read; 3 the checkpoint changed meanwhile, or has "
+        "other receipts than expected; 64 an option or the cache directory cannot be used",
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id")
     parser.add_argument("--json", action="store_true", help="one line of JSON, also for errors")

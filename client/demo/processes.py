@@ -12,13 +12,15 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from weightcached.protocol.deadline import Deadline
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 _LOG_TAIL_LINES = 15
@@ -35,13 +37,16 @@ class Workshop:
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.logs = folder / "logs"
-        self.logs.mkdir()
+        self._temporary = folder / "tmp"  # torch leaves a folder in it
+        for made in (self.logs, self._temporary):
+            made.mkdir()
         self._children: list[Child] = []
         self._environment = {
             **os.environ,
             "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir),
             "WEIGHTCACHED_CACHE_DIR": str(folder / "digests"),
             "HF_HUB_OFFLINE": "1",
+            "TMPDIR": str(self._temporary),
         }
 
     def weightcached(self, name: str, *words: str) -> Child:
@@ -49,8 +54,10 @@ class Workshop:
         return self.python(name, "-m", "weightcached.daemon", *words)
 
     def python(self, name: str, *words: str) -> Child:
-        child = Child(name, [sys.executable, *words], log=self.logs / f"{name}.log", environment=self._environment)
-        self._children.append(child)
+        """Starts Python with ``words``. Only the main thread may."""
+        with signals_later():  # or a signal could leave a child that nobody knows of
+            child = Child(name, [sys.executable, *words], log=self.logs / f"{name}.log", environment=self._environment)
+            self._children.append(child)
         return child
 
     def wait_ready(self, daemon: Child, name: str, *, tp_size: int = 1, tp_rank: int = 0) -> None:
@@ -69,6 +76,20 @@ class Workshop:
     ) -> None:
         while self._children:
             self._children.pop().stop()
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Signals that would stop the demo are held back until the block is over. (A blocked mask would be inherited.)"""
+    received: list[int] = []
+    held = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+    for late in received:
+        signal.raise_signal(late)
 
 
 def _first_to_end(*children: Child) -> Child:

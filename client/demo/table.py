@@ -48,5 +48,6 @@ def seconds(value: float) -> str:
     return f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
 
 
-def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 5e6 else f"{nbytes / 1e6:.1f} MB"
+def decimal_size(nbytes: int) -> str:
+    """Decimal, as disks and safetensors count; megabytes below a tenth of a gigabyte."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

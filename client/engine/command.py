@@ -22,13 +22,14 @@ from typing import Any
 
 from weightcached.client.attach import attach
 from weightcached.client.engine import model
-from weightcached.client.engine.options import BUG_EXIT, USAGE_EXIT, EngineOptions, parse
+from weightcached.client.engine.options import EngineOptions, parse
 from weightcached.client.engine.owned_daemon import OwnedDaemon
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
 from weightcached.client.engine.service import Service
 from weightcached.client.engine.timing import Stages, process_age_s
 from weightcached.client.weights import WeightSet
+from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     CheckpointError,

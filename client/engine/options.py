@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
+from weightcached.protocol.command_line import Parser
 from weightcached.protocol.places import DEFAULT_NAME
 
 Mode = Literal["off", "client", "require", "daemon"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 DEFAULT_PORT = 8000
-USAGE_EXIT = 64
-"""For options that cannot be used, as in all `weightcached` commands (sysexits' EX_USAGE)."""
-BUG_EXIT = 70
-
 EXIT_CODES = """\
 exit codes:
     0  done, or stopped by SIGTERM or SIGINT while serving (130 or 143: while starting)
@@ -65,20 +61,12 @@ def parse(argv: Sequence[str]) -> EngineOptions:
     return EngineOptions(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="weightcached engine",
         description="A small engine on Transformers: text from decoders, embeddings from encoders. "
         "With --prompt it answers and ends; with --port (or neither) it serves HTTP on loopback.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help="a checkpoint directory, or a hub id")

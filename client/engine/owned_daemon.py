@@ -20,6 +20,7 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonNotReady, DeploymentError
 from weightcached.protocol.peers import peer_of
 from weightcached.protocol.places import Place, host_device, runtime_directory
+from weightcached.protocol.processes import python_command
 
 STOP_TIMEOUT_S = 30.0
 _LOOK_AGAIN_S = 0.02
@@ -34,7 +35,7 @@ class OwnedDaemon:
     def __init__(self, options: EngineOptions, model_dir: Path) -> None:
         """Starts the process; :meth:`wait_bound` says whether it came up. Its log goes to our standard error."""
         self.place = Place(runtime_directory(options.runtime_dir), options.name, host_device(tp_size=1, tp_rank=0))
-        command = [sys.executable, "-m", "weightcached.daemon", *serve_command(options, model_dir)]
+        command = python_command("weightcached.daemon", *serve_command(options, model_dir))
         command += ["--parent-pid", str(os.getpid())]
         # In a process group of its own: Ctrl-C is for the engine, which ends the daemon in order.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0)

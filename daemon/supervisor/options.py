@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
-from typing import NoReturn
 
-USAGE_EXIT = 64
+from weightcached.protocol.command_line import Parser
+from weightcached.protocol.processes import python_command
 
 _EXAMPLES = """\
 The program is `serve` with its options, or any program that becomes the keeper by exec:
@@ -39,12 +38,6 @@ class SuperviseOptions:
     parent_pid: int | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage()
-        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
-
-
 def parse(argv: list[str]) -> SuperviseOptions:
     """The options before ``--`` and the command after it. Exits with usage where they cannot be used."""
     parser = _parser()
@@ -70,22 +63,19 @@ def parse(argv: list[str]) -> SuperviseOptions:
 
 def _command(program: list[str]) -> tuple[str, ...]:
     if program[0] == "serve":
-        # -P: a file in the current directory must not stand in for a module of ours.
-        return (sys.executable, "-P", "-m", "weightcached.daemon", *program)
+        return tuple(python_command("weightcached.daemon", *program))
     return tuple(program)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="weightcached supervise",
-        usage="weightcached supervise [options] -- serve …",
         description="Run a keeper and start it again whenever it dies, handing back the descriptors of its weights,\n"
         "so that it serves again in a moment. For containers (also as PID 1) and shells; systemd\n"
         "does the same for its services. The weights are gone when this process is.",
         epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.usage = "weightcached supervise [options] -- serve …"
     parser.add_argument(
         "--watchdog",
         type=_positive_seconds,

@@ -27,12 +27,13 @@ from weightcached.daemon.notify_protocol import (
     Notification,
 )
 from weightcached.daemon.supervisor.backoff import BackOff
-from weightcached.daemon.supervisor.options import USAGE_EXIT, SuperviseOptions
+from weightcached.daemon.supervisor.options import SuperviseOptions
 from weightcached.daemon.supervisor.post import Post
 from weightcached.daemon.supervisor.spawn import CANNOT_EXEC_EXIT, spawn
 from weightcached.daemon.supervisor.store import Store
 from weightcached.daemon.supervisor.upward import Upward
 from weightcached.daemon.text import one_line
+from weightcached.protocol.command_line import USAGE_EXIT
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 _STOP = (signal.SIGTERM, signal.SIGINT)

@@ -43,17 +43,11 @@ TENSORS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imports_are_not_garbage() -> None:
-    """Hundreds of thousands of objects of torch's, which every look at what is left behind would search through."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
-def _nothing_left(_imports_are_not_garbage: None) -> Iterator[None]:
+def _nothing_left() -> Iterator[None]:
     with nothing_left_behind():
         yield
+    gc.freeze()  # what is still there stays (modules): looking through it again around every test would take minutes
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Loading from disk: when the contract allows it, what it tells, and that it gives the very weights a daemon gives."""
 
+import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,13 +14,16 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from tests.support.checkpoints import make_checkpoint, tiny_llama
+from tests.support.cgroups import memory_limit
+from tests.support.checkpoints import make_checkpoint, tiny_config, tiny_llama
 from tests.support.daemons import daemon, digest_of
+from tests.support.forked import in_child
 from tests.support.resources import nothing_left_behind
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     DaemonUnreachable,
+    InsufficientMemory,
     TruncatedFile,
     UnsupportedModel,
 )
@@ -68,8 +73,6 @@ def test_a_missing_directory_is_absence_too(missing: str, place: Place, attached
 
 
 def test_a_daemon_that_died_is_no_fallback(place: Place, attached: Attached) -> None:
-    import socket
-
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(place.socket_path))
     before = fallbacks(place)
@@ -182,6 +185,27 @@ def _ties(weights: WeightSet) -> list[list[str]]:
     for name in weights:
         groups.setdefault(id(weights[name]), []).append(name)
     return sorted(names for names in groups.values() if len(names) > 1)
+
+
+@pytest.mark.root
+def test_a_shard_that_does_not_fit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A sparse file of 2 GiB under a cgroup's limit of 512 MiB: an error, not a kill."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_config()))
+    shape = [1024, 1024 * 1024]
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 2 << 30]}}).encode()
+    with open(model / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (2 << 30))
+    with memory_limit(512 << 20) as group:
+
+        def work() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            with pytest.raises(InsufficientMemory, match=group.name):
+                attach(model, mode="off")
+
+        in_child(work)
 
 
 def test_loading_again_and_again_leaves_nothing(model: Path) -> None:

@@ -221,48 +221,57 @@ class TestWait:
 class TestUp:
     """With the real loader: two ranks of a tiny model."""
 
+    PLACES = ("default/host-tp0of2", "default/host-tp1of2")
+
     @staticmethod
-    def start(model: Path, runtime_dir: Path, *more: str) -> tuple[subprocess.Popen[str], Log]:
+    def wait_logged(log: Log, message: str, place: str) -> None:
+        record = re.compile(f'"({message}).*"{place}"|"{place}".*"({message})')
+        log.wait_for(lambda line: record.search(line) is not None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def started(model: Path, runtime_dir: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], Log]]:
         arguments = arguments_for(model, runtime_dir, tp_size=2, layout="fused")[1:]
         at = arguments.index("--tp-rank")
         command = [sys.executable, "-m", "weightcached.daemon", "up", *arguments[:at], *arguments[at + 2 :], *more]
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        return process, Log(process.stderr)
+        try:
+            log = Log(process.stderr)
+            yield process, log
+            log.join()  # ends when nobody holds the pipe any more: every rank is gone
+        finally:
+            process.kill()  # and with it its ranks
+            process.wait()
 
     def test_all_ranks_serve_and_stop_together(self, model: Path, runtime_dir: Path) -> None:
-        process, log = self.start(model, runtime_dir)
-        try:
+        with self.started(model, runtime_dir) as (process, log):
             assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, "--tp-size", 2).returncode == 0
+            for place in self.PLACES:
+                self.wait_logged(log, "content digest|version.: .digest:", place)  # computed, or remembered
             code, seen = status_json(runtime_dir)
             assert code == 0
-            assert [one["place"] for one in seen] == ["default/host-tp0of2", "default/host-tp1of2"]
+            assert tuple(one["place"] for one in seen) == self.PLACES
             assert len({one["fingerprint"] for one in seen}) == 2
             assert len({one["version"] for one in seen}) == 1  # one version on all ranks
-            places = {record["place"] for record in log.records() if record["message"] == "listening"}
-            assert places == {"default/host-tp0of2", "default/host-tp1of2"}
-        finally:
+            assert seen[0]["version"].startswith("digest:")
             process.send_signal(signal.SIGTERM)
-            status = process.wait(30)
-            log.join()
-        assert status == 0
+            assert process.wait(30) == 0
         assert status_json(runtime_dir) == (3, [])
 
     def test_one_rank_that_ends_for_good_stops_all(self, model: Path, runtime_dir: Path) -> None:
-        process, log = self.start(model, runtime_dir, "--log-format", "text")
-        log.wait_for(lambda line: re.search(r"\[rank 1\] .*listening", line) is not None)
-        log.wait_for(lambda line: re.search(r"\[rank 0\] .*listening", line) is not None)
-        _, seen = status_json(runtime_dir)
-        os.kill(seen[1]["pid"], signal.SIGTERM)
-        assert process.wait(30) == 1
-        log.join()
+        with self.started(model, runtime_dir, "--log-format", "text") as (process, log):
+            log.wait_for(lambda line: re.search(r"\[rank 1\] .*listening", line) is not None)
+            log.wait_for(lambda line: re.search(r"\[rank 0\] .*listening", line) is not None)
+            _, seen = status_json(runtime_dir)
+            os.kill(seen[1]["pid"], signal.SIGTERM)
+            assert process.wait(30) == 1
         assert any("rank 1 ended" in line for line in log.lines)
         assert status_json(runtime_dir) == (3, [])
 
     def test_a_rank_that_is_killed_serves_the_same_weights_again(self, model: Path, runtime_dir: Path) -> None:
-        process, log = self.start(model, runtime_dir)
-        try:
+        with self.started(model, runtime_dir) as (process, log):
             assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, "--tp-size", 2).returncode == 0
             before = status_json(runtime_dir)[1]
             os.kill(before[1]["pid"], signal.SIGKILL)
@@ -272,20 +281,14 @@ class TestUp:
             assert [one["generation"] for one in after] == [one["generation"] for one in before]
             assert [one["starts"] for one in after] == [1, 2]
             assert after[0]["pid"] == before[0]["pid"]
-        finally:
             process.send_signal(signal.SIGTERM)
-            status = process.wait(30)
-            log.join()
-        assert status == 0
+            assert process.wait(30) == 0
 
     def test_ranks_die_with_it(self, model: Path, runtime_dir: Path) -> None:
-        process, log = self.start(model, runtime_dir)
-        for place in ("default/host-tp0of2", "default/host-tp1of2"):
-            listening = re.compile(f'"listening".*"{place}"')
-            log.wait_for(lambda line, listening=listening: listening.search(line) is not None)  # type: ignore[misc]
-        process.kill()
-        process.wait(30)
-        log.join()  # ends when nobody holds the pipe any more: they are all gone
+        with self.started(model, runtime_dir) as (process, log):
+            for place in self.PLACES:
+                self.wait_logged(log, "listening", place)
+            process.kill()
         assert [one["state"] for one in status_json(runtime_dir)[1]] == ["unreachable"] * 2
 
     def test_bad_options_are_found_before_anything_is_started(self, runtime_dir: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.daemon.options import USAGE_EXIT, parse_serve
+from weightcached.daemon.options import parse_serve
+from weightcached.protocol.command_line import USAGE_EXIT
 from weightcached.protocol.errors import InvalidOption, InvalidPlace
 from weightcached.protocol.peers import AllowList
 

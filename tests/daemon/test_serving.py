@@ -15,7 +15,9 @@ import pytest
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, ask, connect, converse, digest_of, scripted_daemon
 from weightcached.protocol.channel import Channel
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host
@@ -283,14 +285,30 @@ def test_many_engines_at_once(served: Daemon) -> None:
             channel.close()
 
 
-def test_a_digest_that_nobody_knows_yet_is_waited_for(runtime_dir: Path, tmp_path: Path) -> None:
-    """The checkpoint has only just been written: its receipts prove nothing, so both sides' digests have to."""
-    fresh = tiny_llama(tmp_path / "fresh")
-    with scripted_daemon(fresh, runtime_dir, script={"receipts": True}) as daemon:
-        daemon.wait_until("ready")
-        grant, fds = daemon.attach(digest=digest_of(fresh))
-        fds.close()
-        assert grant.digest == digest_of(fresh)
+def test_a_digest_that_nobody_knows_yet_is_waited_for(model: Path, runtime_dir: Path) -> None:
+    """Somebody else on this host is computing it: the daemon's process stands in line, the client is told so."""
+    cache = DigestCache(runtime_dir.parent / "digests")
+    with open_weights(weight_files(model)) as weights:
+        receipts = take_receipts(weights)
+    with ExitStack() as others_turn:
+        shelf = others_turn.enter_context(cache.opened([]))
+        others_turn.enter_context(shelf.turn(receipts.sha256))
+        with scripted_daemon(model, runtime_dir, "--cache-dir", str(cache.directory)) as daemon:
+            daemon.wait_until("ready")
+            with talking(daemon) as channel:
+                channel.send(daemon.hello(receipts=None, receipts_trusted=False, digest=digest_of(model)))
+                loading = receive(channel)
+                assert isinstance(loading, Loading)
+                assert loading.stage == "digest"
+                _, fds = daemon.attach()  # whom receipts are enough for need not wait
+                fds.close()
+                others_turn.close()
+                while isinstance((frame := channel.receive(deadline=Deadline.after(30))).message, Loading):
+                    frame.fds.close()
+                frame.fds.close()
+                assert isinstance(frame.message, Grant)
+                assert frame.message.digest == digest_of(model)
+                assert frame.message.version.startswith("digest:")
 
 
 def test_a_daemon_that_cannot_compute_its_digest_says_so(runtime_dir: Path, tmp_path: Path) -> None:

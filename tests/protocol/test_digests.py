@@ -563,13 +563,13 @@ def test_the_commands_exit_codes(
     assert results == [
         (0, None),
         (1, "pickle_refused"),
-        (2, "invalid_option"),
-        (2, "invalid_option"),
+        (64, "invalid_option"),
+        (64, "invalid_option"),
         (3, "checkpoint_changed"),
     ]
     assert main([str(bad)]) == 1
     assert capsys.readouterr().out == ""
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="64"):
         main([str(good), "--expect-receipts", "short"])
 
 

@@ -21,11 +21,11 @@ import argparse
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,22 @@ def point(name: str, channel: Channel) -> None:
         eaten = [b"\1" * (16 << 20) for _ in range(4096)]
         raise RuntimeError(f"{len(eaten)} meals, and nobody objected")
     if SCRIPT.get("hang_at") == name:
-        hang()
+        hang(channel)
     if SCRIPT.get("fail_at") == name:
         channel.send(Failed(**SCRIPT["fail"]))
         sys.exit(1)
 
 
-def hang() -> None:
-    if "release" not in SCRIPT:
-        threading.Event().wait()
-    with open(SCRIPT["release"], "rb") as fifo:
-        fifo.read()
+def hang(channel: Channel) -> None:
+    """Wait for the release, or else until the keeper is gone."""
+    if "release" in SCRIPT:
+        with open(SCRIPT["release"], "rb") as fifo:
+            fifo.read()
+        return
+    poll = select.poll()
+    poll.register(channel.connection, 0)  # nothing but the end of the connection
+    poll.poll()
+    sys.exit(2)
 
 
 def receipts_of(model_dir: str) -> tuple[str, bool, bool, str]:
@@ -105,10 +110,10 @@ def main() -> None:
     channel = Channel(
         socket.socket(fileno=parser.parse_args().fd), outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER
     )
-    die_with_parent(os.getppid())  # a script may stop it before it has been told who its keeper is
     point("start", channel)
     job = channel.receive().message
     assert isinstance(job, Job)
+    die_with_parent(job.keeper_pid)
     point("job", channel)
     counts = AccountingCounts(expected=1, loaded=1, ignored=0, unexpected=0)
     sha256, trusted, young, rule = receipts_of(job.model_dir)

@@ -9,13 +9,13 @@ from weightcached.client.demo import report
 from weightcached.client.demo.embeddings import EmbeddingStory, cosine
 from weightcached.client.demo.engines import EngineStory, Start
 from weightcached.client.demo.shards import SHARDS, ShardStory, Timing
-from weightcached.client.demo.table import Group, gigabytes, render, seconds
+from weightcached.client.demo.table import Group, decimal_size, render, seconds
 
 MEMORY = {"RssAnon": 21_000_000, "RssShmem": 0, "RssFile": 1}
 
 
 def start(label: str, ids: tuple[int, ...] = (1, 2), shared: int | None = None) -> Start:
-    return Start(label, 0.05, 5.0, 6.5, ids, "text", shared)
+    return Start(label, 0.05, 0.75, 5.0, 6.5, ids, shared)
 
 
 def timing(digest: str = "d", cached: float | None = None) -> Timing:
@@ -42,8 +42,9 @@ def test_the_table_has_every_row_and_its_columns_line_up(engines: EngineStory, s
     for shard in SHARDS:
         assert sum(shard.label in line for line in lines) == 3
     row = next(line for line in lines if "from the daemon, first start" in line)
-    assert row.split()[-5:] == ["0.050", "5.00", "6.50", "1.00", "GB"]
+    assert row.split()[-6:] == ["0.050", "0.75", "5.00", "6.50", "1.00", "GB"]
     assert max(map(len, lines)) <= 100  # a terminal, a log, a README
+    assert max(map(len, report.notes(engines, shards).splitlines())) <= report.LINE_WIDTH
 
 
 def test_equal_answers_are_agreement_and_a_different_one_is_not(engines: EngineStory) -> None:
@@ -64,9 +65,9 @@ def test_no_answer_is_no_agreement(ids: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("way", ["cold", "warm", "daemon"])
 def test_other_bytes_are_a_mismatch(shards: list[ShardStory], way: str) -> None:
-    assert report.bytes_agree(shards).startswith("OK")
+    assert "OK: 3 shards" in report.bytes_agree(shards)
     shards[1] = replace(shards[1], **{way: timing("other")})  # type: ignore[arg-type]
-    assert report.bytes_agree(shards).startswith("MISMATCH")
+    assert "MISMATCH" in report.bytes_agree(shards)
 
 
 def test_files_that_would_not_get_cold_are_said(engines: EngineStory, shards: list[ShardStory]) -> None:
@@ -89,7 +90,7 @@ def test_paths_with_spaces_survive_a_shell() -> None:
 
 def test_numbers() -> None:
     assert [seconds(value) for value in (0.0041, 0.0999, 0.1, 12.345)] == ["0.004", "0.100", "0.10", "12.35"]
-    assert [gigabytes(value) for value in (1_000_000_000, 5_000_000, 21_000)] == ["1.00 GB", "0.01 GB", "0.0 MB"]
+    assert [decimal_size(value) for value in (1_000_000_000, 21_400_000, 0)] == ["1.00 GB", "21.4 MB", "0.0 MB"]
     assert cosine([1.0, 0.0], [0.0, 2.0]) == 0
     assert cosine([1.0, 1.0], [2.0, 2.0]) == pytest.approx(1)
 

@@ -1,8 +1,9 @@
 import pytest
 
 from weightcached.client.engine.command import exit_code
-from weightcached.client.engine.options import DEFAULT_PORT, USAGE_EXIT, EngineOptions, parse, serve_command
+from weightcached.client.engine.options import DEFAULT_PORT, EngineOptions, parse, serve_command
 from weightcached.protocol import errors
+from weightcached.protocol.command_line import USAGE_EXIT
 
 
 def test_it_serves_unless_there_is_a_prompt() -> None:

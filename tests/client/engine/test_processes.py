@@ -162,18 +162,6 @@ def _wait_detached(served: Engine) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_without_a_daemon_client_falls_back_and_says_so(tiny: Path, runtime_dir: Path) -> None:
-    done = run(tiny, runtime_dir, "--weight-cache-mode", "client", "--prompt", PROMPT, "--token-ids")
-    assert done.returncode == 0, done.stderr
-    assert "from disk" in done.stderr
-    assert str(Place(runtime_dir, "default", host_device(tp_size=1, tp_rank=0)).socket_path) in done.stderr
-    stages = [line.split("  ")[0] for line in done.stdout.splitlines()]
-    for stage in ("python", "imports", "config and tokenizer", "weights", "module and bind", "first token", "total"):
-        assert stage in stages
-    assert "from disk: no daemon" in done.stdout
-
-
 def test_require_without_a_daemon_fails_before_it_imports_anything(tiny: Path, runtime_dir: Path) -> None:
     done = run(tiny, runtime_dir, "--weight-cache-mode", "require", "--prompt", PROMPT)
     assert done.returncode == 3
@@ -267,13 +255,3 @@ def test_an_owned_daemon_that_cannot_start_is_said_with_its_exit_status(tiny: Pa
     with OwnedDaemon(options, tiny) as owned, pytest.raises(DeploymentError) as caught:
         owned.wait_bound(Deadline.after(TIMEOUT_S))
     assert "exit status" in str(caught.value.found)
-
-
-@pytest.mark.slow
-def test_an_encoder_embeds_and_json_is_one_line(minilm: Path, runtime_dir: Path) -> None:
-    done = run(minilm, runtime_dir, "--weight-cache-mode", "off", "--prompt", "hello", "--json")
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
-    assert done.stdout.count("\n") == 1
-    assert len(line["answer"]["embedding"]) == 384
-    assert line["url"] is None

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cgroups import memory_limit
-from weightcached.daemon.admission import HEADROOM_BYTES, admit, rooms
 from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.memory.admission import HEADROOM_BYTES, admit, rooms
 
 MIB = 1 << 20
 V1_UNLIMITED = 9223372036854771712
@@ -126,7 +126,7 @@ PROGRAM = """
 import json, os, sys
 with open(sys.argv[1], "w") as file:
     file.write(str(os.getpid()))
-from weightcached.daemon.admission import admit
+from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.errors import InsufficientMemory
 admit(64 << 20)
 try:

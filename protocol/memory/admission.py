@@ -1,8 +1,8 @@
 """Is there room for a shard? Measured before anything is read: free memory of the host, and of every cgroup above us.
 
 Owns reading ``/proc/meminfo`` and the memory controllers of cgroup v1 and v2, and the refusal with its numbers. Called
-by the loader's supervisor between plan and allocation. It is a measurement, not a reservation: who allocates faster
-can still take the memory, and then the kernel decides.
+between plan and allocation: by the keeper, and by a client that loads from disk. It is a measurement, not a
+reservation: who allocates faster can still take the memory, and then the kernel decides.
 
 Page cache counts as used in a cgroup but is given back under pressure, so file pages are added to what is free there.
 Memory-backed files (what segments are) are not among those pages.
@@ -55,7 +55,7 @@ def admit(nbytes: int, *, proc: Path = Path("/proc")) -> Room:
             expected=f"{needed} bytes free ({nbytes} for the shard, {HEADROOM_BYTES} beside it)",
             found=f"{tightest.free_nbytes} bytes free of {tightest.limit_nbytes}",
             where=tightest.source,
-            next_step="free memory, raise that limit, or split the model over more ranks; then restart the daemon",
+            next_step="free memory, raise that limit, or split the model over more ranks; then start again",
         )
     return tightest
 

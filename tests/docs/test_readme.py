@@ -1,0 +1,115 @@
+"""The README's commands and code do what they are shown to do: each marked block is run as it is written.
+
+A block is marked by ``<!-- run: NAME -->`` on the line before it. Blocks of commands run in one shell, in order, with a
+small checkpoint as ``$MODEL``; Python blocks become files. Commands that are not marked are those that install.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightcached.client.demo.checkpoint import make_checkpoint
+
+README = Path(__file__).parents[2] / "README.md"
+_BLOCK = re.compile(r"^<!-- run: (?P<name>\S+) -->\n```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+TIMEOUT_S = 300
+
+
+def blocks() -> dict[str, tuple[str, str]]:
+    """Name → (language, text) of every marked block."""
+    return {found["name"]: (found["language"], found["text"]) for found in _BLOCK.finditer(README.read_text())}
+
+
+def commands(name: str) -> str:
+    """The commands of a console block, without its prompts."""
+    language, text = blocks()[name]
+    assert language == "console"
+    lines = text.splitlines()
+    assert all(line.startswith("$ ") for line in lines), "a console block shows commands only"
+    return "\n".join(line.removeprefix("$ ") for line in lines)
+
+
+class Shell:
+    """Runs scripts as a reader's shell would: this environment's commands first on the path, jobs in the background."""
+
+    def __init__(self, home: Path, model: Path) -> None:
+        self.directory = home
+        self.environment = os.environ | {
+            "HOME": str(home),
+            "MODEL": str(model),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "WEIGHTCACHED_RUNTIME_DIR": str(home / ".weightcached"),
+            "WEIGHTCACHED_CACHE_DIR": str(home / "cache"),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def run(self, script: str, *, then: str = "") -> str:
+        """Standard output of ``script``, then of ``then``. Every line has to succeed; what was started is ended."""
+        ended = "kill $(jobs -p) 2>/dev/null; wait"
+        process = subprocess.Popen(
+            ["bash", "-c", f"set -eo pipefail\ntrap '{ended}' EXIT\n{script}\n{then}"],
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert process.returncode == 0, f"exit {process.returncode}\n{output}\n{errors}"
+        return output
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    # pytest's own folders make socket paths that are too long.
+    with tempfile.TemporaryDirectory(prefix="wc-docs-", dir="/tmp") as home:
+        model = make_checkpoint(tmp_path / "model", nbytes=4 << 20).directory
+        yield Shell(Path(home), model)
+
+
+def test_every_marked_block_is_run_by_a_test() -> None:
+    assert blocks().keys() == {"serve", "attach.py", "engine", "up"}
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_serve_attach_and_engine(shell: Shell) -> None:
+    (shell.directory / "attach.py").write_text(blocks()["attach.py"][1])
+    output = shell.run(commands("serve"), then=f'python attach.py "$MODEL"\n{commands("engine")}')
+    assert re.search(r"^default/host-tp0of1 +ready", output, re.M)
+    assert re.search(r"^\d+ tensors, \d+ bytes from daemon, version (digest|receipts):[0-9a-f]{64}$", output, re.M)
+    assert "BindReport(" in output
+    assert "tensor([[" in output
+    answers = re.findall(r"^(.+)\n\nstage ", output, re.M)
+    assert len(answers) == 2, output
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_all_ranks_quantized(shell: Shell) -> None:
+    check = """python - "$MODEL" <<'PYTHON'
+import sys
+from weightcached.client import attach
+for rank in (0, 1):
+    with attach(sys.argv[1], mode="require", layout="fused", tp_size=2, tp_rank=rank, quantization="fp8",
+                name="my-model-fp8") as weights:
+        qkv = weights["model.layers.0.self_attn.qkv_proj.weight"]
+        print(rank, weights.source, qkv.dtype, tuple(weights["model.layers.0.self_attn.qkv_proj.weight_scale"].shape))
+PYTHON"""
+    output = shell.run(commands("up"), then=check)
+    for rank in (0, 1):
+        assert re.search(rf"^{rank} daemon torch.float8_e4m3fn \(\d+, 1\)$", output, re.M)
