@@ -15,6 +15,7 @@ import stat
 from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.custody import Custody
+from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
@@ -78,14 +79,17 @@ class Keeper:
         options = self._record.options
         self._signs.start()
         custody = self._record.custody = await Custody.open(self._vault, self._handed)
+        endpoint = Endpoint(options.metrics_address, self._record)
         try:
             shared = options.allowed.uids or options.allowed.gids
             listener = await custody.listen(self._claim, mode=_SHARED_SOCKET_MODE if shared else _OWN_SOCKET_MODE)
             server = Server(listener, self._record)
             server.start()
             log.info("listening", extra={"socket": str(options.place.socket_path)})
+            endpoint.start()
             await self._serve(custody, server)
         finally:
+            await endpoint.close()
             await self._signs.close()
             self._record.progress.close()
             custody.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcached.daemon.address import Address
 from weightcached.protocol.command_line import Parser
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
@@ -45,6 +46,7 @@ class ServeOptions:
     in_flight_max_mib: int
     """Of frames that are half received or half sent, for all clients together; half of it for one user."""
     verify_on_adopt: bool
+    metrics_address: Address | None
     log_format: str
     log_level: str
     parent_pid: int | None
@@ -114,6 +116,14 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="hash resident weights before serving them again after a restart",
     )
+    group.add_argument(
+        "--metrics-address",
+        metavar="IP:PORT",
+        help="serve /metrics, /healthz, /readyz and /status.json there (default: nowhere)",
+    )
+    group.add_argument(
+        "--metrics-allow-remote", action="store_true", help="let that address be one that other hosts can reach"
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -166,6 +176,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         leases_per_uid_max=given.leases_per_uid_max,
         in_flight_max_mib=given.in_flight_max,
         verify_on_adopt=given.verify_on_adopt,
+        metrics_address=metrics_address(given),
         log_format=given.log_format,
         log_level=given.log_level,
         parent_pid=given.parent_pid,
@@ -175,6 +186,18 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
 def allow_list(given: argparse.Namespace) -> AllowList:
     """Who is trusted beside root and ourselves."""
     return AllowList(frozenset(given.allow_uid), frozenset(given.allow_gid))
+
+
+def metrics_address(given: argparse.Namespace) -> Address | None:
+    """Where to serve metrics; ``None`` for nowhere. Raises InvalidOption."""
+    if given.metrics_address is None:
+        return None
+    return Address.parse(
+        given.metrics_address,
+        option="--metrics-address",
+        remote_option="--metrics-allow-remote",
+        allow_remote=given.metrics_allow_remote,
+    )
 
 
 def _positive(text: str) -> int:

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 
 import uvloop
 
+from weightcached.daemon.address import Address
 from weightcached.daemon.options import (
     add_model_arguments,
     add_place_arguments,
     add_running_arguments,
+    metrics_address,
     serve_options,
 )
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
@@ -36,7 +38,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="weightcached up",
         description="Serve all tensor-parallel ranks of a model on this host, in the foreground,\n"
-        "until SIGTERM or Ctrl-C. Takes the options of `weightcached serve`, but the rank.",
+        "until SIGTERM or Ctrl-C. Takes the options of `weightcached serve`, but the rank. Rank 0 serves metrics\n"
+        "at --metrics-address, each other rank at the port that is its rank further.",
         epilog="exit codes: 0 all ranks stopped as they were told; 1 a rank ended by itself or badly; 64 bad options",
     )
     add_model_arguments(parser)
@@ -49,23 +52,34 @@ def main(argv: list[str]) -> int:
         print(f"weightcached up: {error}", file=sys.stderr)
         return USAGE_EXIT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        ranks = Ranks(argv, tp_size=given.tp_size, log_format=given.log_format, log_level=given.log_level)
+        ranks = Ranks(
+            argv,
+            tp_size=given.tp_size,
+            metrics=metrics_address(given),
+            log_format=given.log_format,
+            log_level=given.log_level,
+        )
         return runner.run(ranks.run())
 
 
 def check(given: argparse.Namespace) -> None:
     """Whether every rank's options can be used: found out once, here, and not once per rank."""
     for rank in range(given.tp_size):
-        serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=None))
+        options = serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=None))
+        if options.metrics_address is not None:
+            options.metrics_address.shifted(rank)
 
 
 class Ranks:
     """The ranks' processes, from start to end."""
 
-    def __init__(self, arguments: Sequence[str], *, tp_size: int, log_format: str, log_level: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, tp_size: int, metrics: Address | None, log_format: str, log_level: str
+    ) -> None:
         self._arguments = arguments
         self._log_arguments = ("--log-format", log_format, "--log-level", log_level)
         self._tp_size = tp_size
+        self._metrics = metrics
         self._prefix = log_format == "text"
         self._processes: dict[int, Process] = {}
         self._told = False
@@ -84,10 +98,11 @@ class Ranks:
         return 0 if all(clean) else 1
 
     async def _start(self, rank: int) -> Process:
+        metrics = () if self._metrics is None else ("--metrics-address", str(self._metrics.shifted(rank)))
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
             *python_command("weightcached.daemon", "supervise", "--parent-pid", str(os.getpid()), *self._log_arguments),
-            *("--", "serve", *self._arguments, "--tp-rank", str(rank)),
+            *("--", "serve", *self._arguments, *metrics, "--tp-rank", str(rank)),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,
