@@ -106,7 +106,8 @@ def _in_its_layer(fd: int) -> Iterator[int | None]:
     """The same file in the overlay's layer that holds it, as an ``O_PATH`` descriptor; ``None`` where that is unseen.
 
     A layer's path means something only in the mount namespace that made the overlay. So a path is believed only if the
-    file there shows the same size and times: overlayfs reports those of the file below.
+    file there shows the same size and times: overlayfs reports those of the file below. It may also lead back to this
+    very file, where the overlay is mounted over its own layer (the root of a system that keeps no change).
     """
     shown = os.fstat(fd)
     for path in _layer_paths(fd):
@@ -115,7 +116,8 @@ def _in_its_layer(fd: int) -> Iterator[int | None]:
         except OSError:
             continue
         try:
-            if _stamp(os.fstat(backing)) == _stamp(shown):
+            found = os.fstat(backing)
+            if _stamp(found) == _stamp(shown) and not os.path.samestat(found, shown):
                 yield backing
                 return
         finally:

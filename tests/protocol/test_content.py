@@ -411,6 +411,19 @@ def test_an_overlay_whose_layers_are_out_of_sight_is_not_believed(tmp_path: Path
     assert allowed[0]
 
 
+@pytest.mark.root
+def test_an_overlay_over_its_own_layer_is_not_believed(tmp_path: Path) -> None:
+    """As the root of a system that keeps no change: its layer's path leads to the overlay itself, and round again."""
+    setup = """
+    mkdir base; mount -t tmpfs tmpfs base; cd base; mkdir all up work
+    echo 1 >all/x
+    mount -t overlay overlay -o "lowerdir=$PWD/all,upperdir=$PWD/up,workdir=$PWD/work" all
+    """
+    [(trusted, rule)] = trust(setup, tmp_path, ("all/x", []))
+    assert not trusted
+    assert "cannot be seen" in rule
+
+
 def test_a_file_system_without_fsync_proves_nothing_unless_the_operator_says_so() -> None:
     fd = os.open("/proc/version", os.O_RDONLY | os.O_CLOEXEC)
     try:
