@@ -69,7 +69,7 @@ _LABELLED_GAUGES: dict[str, tuple[str, str, _Readings]] = {
     "state": ("1 for the keeper's state, 0 for the others.", "state", lambda r: _one_of(State, r.state)),
     "vault": (
         "1 for what happens to the weights when the keeper dies, 0 for the others.",
-        "vault",
+        "state",
         lambda r: _one_of(get_args(VaultState), r.vault),
     ),
     "leases": (
