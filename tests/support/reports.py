@@ -75,12 +75,13 @@ def samples(text: str) -> Samples:
 
 def value(found: Samples, name: str, **labels: Any) -> float | None:
     """Of ``weightcached_NAME`` with these labels, ``place`` left out where there is one place; ``None`` if absent."""
-    wanted = {(key, str(text)) for key, text in labels.items()}
-    matching = [
-        number
-        for (full, have), number in found.items()
-        if full == f"weightcached_{name}"
-        and {pair for pair in have if pair[0] != "place" or "place" in labels} == wanted
-    ]
+    wanted = {key: str(text) for key, text in labels.items()}
+    matching = []
+    for (full, pairs), number in found.items():
+        have = dict(pairs)
+        if "place" not in labels:
+            have.pop("place", None)
+        if full == f"weightcached_{name}" and have == wanted:
+            matching.append(number)
     assert len(matching) < 2, f"{name} has {len(matching)} samples with {labels}"
     return matching[0] if matching else None
