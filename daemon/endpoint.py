@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from weightcached.daemon.address import Address
     from weightcached.daemon.http import HttpServer
 
-RETRY_S = 5.0
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
 _ADOPTION_FIRST_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -69,16 +70,16 @@ class Endpoint:
         return HttpServer(snapshot)
 
     async def _listen(self, server: HttpServer, address: Address) -> None:
-        said = False
+        delay_s = 0.0
         while True:
             try:
                 bound = await server.start(address)
             except OSError as error:
-                if not said:
-                    extra = {"address": str(address), "reason": str(error), "again_every_s": RETRY_S}
-                    log.error("metrics cannot be served at this address", extra=extra)
-                said = True
-                await asyncio.sleep(RETRY_S)
+                if not delay_s:
+                    extra = {"address": str(address), "reason": str(error)}
+                    log.error("metrics cannot be served at this address: trying again", extra=extra)
+                delay_s = min(RETRY_MAX_S, 2 * delay_s or RETRY_FIRST_S)
+                await asyncio.sleep(delay_s)
             else:
                 log.info("metrics", extra={"address": str(bound)})
                 return
