@@ -22,6 +22,7 @@ def report(record: Record) -> Report:
     options = record.options
     published, custody = record.published, record.custody
     generation = published.generation if published is not None else None
+    loaded = generation if record.adoption_seconds is None else None
     keeping = custody.keeping if custody is not None else Keeping("none")
     progress = record.progress.current
     return Report(
@@ -51,8 +52,8 @@ def report(record: Record) -> Report:
         lease_count=len(record.leases),
         last_error=shortened(f"{record.last_error.code}: {record.last_error}") if record.last_error else None,
         uptime_s=time.monotonic() - record.started_s,
-        load_seconds=generation.seconds if generation is not None else {},
-        bytes_read=generation.bytes_read if generation is not None else 0,
+        load_seconds=loaded.seconds if loaded is not None else {},
+        bytes_read=loaded.bytes_read if loaded is not None else 0,
         attaches=dict(record.attaches),
         vault=keeping.state,
         vault_reason=shortened(keeping.reason) if keeping.reason is not None else None,

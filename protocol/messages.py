@@ -258,8 +258,9 @@ class Report(Message):
     last_error: LongText | None
     uptime_s: Seconds
     load_seconds: dict[str, Seconds]
-    """Seconds per stage of the last load."""
+    """Seconds per stage of this keeper's load; empty where it adopted what it serves."""
     bytes_read: Count
+    """By this keeper's load: none where it adopted."""
     attaches: dict[str, Count]
     """Attach attempts by outcome: ``granted``, ``resumed``, or the code they were refused with."""
     vault: VaultState = "none"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -43,6 +44,10 @@ class Manager:
         self._post = Post(self._mailbox, self._store)
         self._heard = threading.Condition()
         self.said: list[Notification] = []
+        self.kill_when_stored: Callable[[str], bool] = lambda name: False
+        """Asked about each descriptor once it is kept: whether the daemon is to be killed at that moment."""
+        self.handed: tuple[str, ...] = ()
+        """Names of what the last daemon was handed."""
         self._pid = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._listen, name="manager", daemon=True)
@@ -54,8 +59,14 @@ class Manager:
         waiting.register(self._wake, select.POLLIN)
         while not any(fd == self._wake for fd, _ in waiting.poll()):
             with self._heard:
-                self.said.extend(self._post.read(self._pid, 64))
+                self._read()
                 self._heard.notify_all()
+
+    def _read(self) -> None:
+        for said in self._post.read(self._pid, 64):
+            self.said.append(said)
+            if said.store and self.kill_when_stored(said.name):
+                os.kill(self._pid, signal.SIGKILL)
 
     def wait_said(self, wanted: Callable[[Notification], bool]) -> Notification:
         """The first thing that any daemon said that is ``wanted``."""
@@ -74,7 +85,9 @@ class Manager:
     ) -> Daemon:
         """Start a scripted daemon with everything that is kept, and return at once."""
         with self._heard:
+            self._read()  # what the last one had said when it died counts too
             names, fds = self._store.names, self._store.fds
+            self.handed = names
             told = {"NOTIFY_SOCKET": self._post.address}
             if not self._silent:
                 told["FDSTORE"] = str(self._store.limit)
