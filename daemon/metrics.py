@@ -58,7 +58,7 @@ _GAUGES: dict[str, tuple[str, _Reading]] = {
         "From this keeper's start until it served what it adopted; absent where it loaded.",
         lambda r: r.adoption_seconds,
     ),
-    "load_read_bytes": ("Bytes read from files by the load of what is served.", lambda r: r.bytes_read),
+    "load_read_bytes": ("Bytes read from files by this keeper's load; 0 where it adopted.", lambda r: r.bytes_read),
     "progress_done_bytes": ("Bytes done of the stage that is going on.", lambda r: r.bytes_done),
     "progress_total_bytes": ("Bytes of the stage that is going on; 0 for one without.", lambda r: r.bytes_total),
     "progress_bytes_per_second": ("Rate of the stage that is going on, over some seconds.", lambda r: r.bytes_per_s),
@@ -78,7 +78,7 @@ _LABELLED_GAUGES: dict[str, tuple[str, str, _Readings]] = {
         "state",
         lambda r: {"connected": r.lease_count - r.detached, "detached": r.detached},
     ),
-    "load_stage_seconds": ("Seconds of each stage of the load of what is served.", "stage", lambda r: r.load_seconds),
+    "load_stage_seconds": ("Seconds of each stage of this keeper's load.", "stage", lambda r: r.load_seconds),
     "load_rate_bytes_per_second": (
         "Average rate of each stage of this keeper's last load that had bytes.",
         "stage",
