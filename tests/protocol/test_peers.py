@@ -69,6 +69,39 @@ def test_each_side_sees_the_others_credentials(folder: Path) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("count", [0, 1, 300, 40_000])
+def test_a_group_beside_its_own_admits_a_peer(folder: Path, count: int) -> None:
+    """However many it has: Python's own ``getsockopt`` ends at 256."""
+    groups = range(100_000, 100_000 + count)
+    path = folder / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        path.chmod(0o666)
+
+        def connect() -> None:
+            os.setgroups(groups)
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+
+        in_child(connect)
+        accepted, _ = listener.accept()
+        with accepted:
+            peer = peer_of(accepted)
+    assert peer == Peer(peer.pid, NOBODY, NOBODY)
+    assert peer.groups == frozenset(groups)
+    assert AllowList(gids=groups[-1:]).admits(peer) == bool(count)
+    assert not AllowList(gids={OTHER}).admits(peer)
+
+
+def test_a_socket_that_nobody_is_connected_to_has_no_groups(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as alone:
+        assert peer_of(alone).groups == frozenset()
+
+
+@pytest.mark.root
 def test_root_and_oneself_are_always_admitted_and_nobody_else() -> None:
     def check() -> None:
         assert NO_ONE_ELSE.admits(Peer(1, 0, 0))
@@ -108,6 +141,62 @@ def test_a_directory_that_a_group_can_write_to_is_refused_unless_the_group_is_al
     refused(check_directory, folder, NO_ONE_ELSE)
     refused(check_directory, folder, AllowList(gids={OTHER}))
     check_directory(folder, AllowList(gids={folder.stat().st_gid}))
+
+
+@pytest.mark.parametrize("level", ["above", "far above"])
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o775])
+def test_a_directory_that_others_can_exchange_is_refused(folder: Path, level: str, mode: int) -> None:
+    """Theirs to rename is as good as theirs to write to."""
+    directory = folder / "far" / "near" / "run"
+    directory.mkdir(parents=True)
+    writable = directory.parent if level == "above" else directory.parent.parent
+    writable.chmod(mode)
+    error = refused(check_directory, directory, NO_ONE_ELSE)
+    assert str(error.where) == str(writable)
+    writable.chmod(mode | 0o1000)  # sticky: what is ours stays
+    check_directory(directory, NO_ONE_ELSE)
+    writable.chmod(0o775)
+    check_directory(directory, AllowList(gids={writable.stat().st_gid}))
+
+
+@pytest.mark.root
+def test_a_directory_below_someone_elses_is_refused_unless_allowed(folder: Path) -> None:
+    directory = folder / "theirs" / "run"
+    directory.mkdir(parents=True)
+    os.chown(directory.parent, OTHER, OTHER)
+    assert f"uid {OTHER}" in str(refused(check_directory, directory, NO_ONE_ELSE))
+    check_directory(directory, AllowList(uids={OTHER}))
+    in_child(lambda: check_directory(directory, NO_ONE_ELSE), uid=OTHER)
+
+
+@pytest.mark.parametrize("target", ["real", "../{}/real", "{}/hop", "hop"])
+def test_links_on_the_way_are_followed_and_looked_at(folder: Path, target: str) -> None:
+    (folder / "real" / "run").mkdir(parents=True)
+    (folder / "hop").symlink_to(folder / "real")
+    (folder / "link").symlink_to(target.format(folder if target.startswith("{") else folder.name))
+    check_directory(folder / "link" / "run", NO_ONE_ELSE)
+    check_directory(folder / "link" / ".." / "real" / "run", NO_ONE_ELSE)
+    (folder / "real").chmod(0o777)
+    refused(check_directory, folder / "link" / "run", NO_ONE_ELSE)
+
+
+@pytest.mark.root
+def test_a_link_on_the_way_that_someone_else_made_is_refused(folder: Path) -> None:
+    """It leads to a directory of ours now, and elsewhere in a moment."""
+    (folder / "real" / "run").mkdir(parents=True)
+    folder.chmod(0o1777)
+    in_child(lambda: os.symlink(folder / "real", folder / "link"), uid=NOBODY)
+    assert f"uid {NOBODY}" in str(refused(check_directory, folder / "link" / "run", NO_ONE_ELSE))
+    check_directory(folder / "link" / "run", AllowList(uids={NOBODY}))
+    (folder / "hop").symlink_to(folder / "link")
+    refused(check_directory, folder / "hop" / "run", NO_ONE_ELSE)
+
+
+def test_a_way_without_end_ends(folder: Path) -> None:
+    (folder / "one").symlink_to(folder / "two")
+    (folder / "two").symlink_to(folder / "one")
+    with pytest.raises(OSError, match="Too many levels"):
+        check_directory(folder / "one" / "run", NO_ONE_ELSE)
 
 
 @pytest.mark.root
