@@ -1,0 +1,7 @@
+"""Chaos: real supervisors, keepers, workers and engines under random faults, with invariants checked after each.
+
+    python -m tests.faults.chaos --seconds 1800 --seed 7
+
+`world.py` starts and ends the processes, `faults*.py` strike, `invariants.py` judges, `runner.py` decides what is next
+under a seed, `report.py` says what was survived. `planted.py` is a keeper with a bug, to see that it is found.
+"""

@@ -1,0 +1,29 @@
+"""What a run has seen, counted: faults, attaches, times, checks. Owns numbers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Figures:
+    """Times are seconds."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    fault_seconds: Counter[str] = field(default_factory=Counter)
+    attaches: Counter[str] = field(default_factory=Counter)
+    attach_seconds: list[float] = field(default_factory=list)
+    rows_compared: int = 0
+    back_seconds: list[float] = field(default_factory=list)
+    """From a keeper's death to its successor serving what it adopted."""
+    adoption_seconds: list[float] = field(default_factory=list)
+    """The same, as the keeper says: from its own start."""
+    lease_events: Counter[str] = field(default_factory=Counter)
+    detached_seconds: list[float] = field(default_factory=list)
+    noticed_seconds: list[float] = field(default_factory=list)
+    """From a keeper being stopped (SIGSTOP) to an engine saying so."""
+    checks: Counter[str] = field(default_factory=Counter)
+    keeper_mib_max: float = 0.0
+    supervisor_mib_max: float = 0.0
+    generations: set[str] = field(default_factory=set)

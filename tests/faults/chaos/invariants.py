@@ -1,0 +1,238 @@
+"""What has to hold after every step, whatever struck. Owns the judgement; asks the world, changes nothing in it but to
+bring engines to rest while it looks.
+
+Each raises :class:`Broken` with the word for what is broken: `outcome` and `content` (the contract's table), `bytes`,
+`complete`, `path`, `kept`, `state`, `vault`, `lease`, `descriptors`, `processes`, `memory`, `lock`, `files`, `engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from tests.faults.chaos import processes
+from tests.faults.chaos.broken import Broken
+from tests.faults.chaos.engines import Engine
+from tests.faults.chaos.faults import ABSENT
+from tests.faults.chaos.records import Record
+from tests.faults.chaos.site import Site
+from tests.faults.chaos.world import World
+from weightcached.protocol.messages import Report
+
+KEEPER_MAX_MIB = 64
+SUPERVISOR_MAX_MIB = 24
+SETTLED_WITHIN_S = 15.0
+_PAUSE_S = 0.05
+
+_T = TypeVar("_T")
+
+
+def take_levels(world: World) -> None:
+    """How much a place holds when nothing is going on; called while no engine is there."""
+    for site in world.sites:
+        report = _settled(site)
+        site.generation = report.generation
+        _, held = site.look()
+        site.levels = {"keeper": _without_connections(held, site.report()), "supervisor": _supervisor_fds(site)}
+
+
+def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_weights: bool, all_rows: bool) -> None:
+    """Everything, after a step that struck one site. Engines rest meanwhile, and are at work again afterwards."""
+    world.hold_hostile(signal.SIGSTOP)
+    held = {}
+    for site in world.sites:
+        allowed = permits if site is struck else frozenset()
+        for engine in site.engines:
+            said = engine.check(rows="all" if all_rows else "some")
+            _require_right_bytes(world, engine, said)
+            held[engine.pid] = said
+            for record in engine.news():
+                _judge(world, engine, record, allowed)
+    for path in world.watch.absences():
+        owner = next(site for site in world.sites if site.place.socket_path == path)
+        if owner is not struck or ABSENT not in permits:
+            raise Broken("path", f"{path} was absent for an instant while weights were cached")
+    for site in world.sites:
+        _check_site(world, site, kept=keeps_weights or site is not struck)
+        _check_leases(world, site, held)
+    _check_processes(world)
+    _check_memory(world)
+    world.hold_hostile(signal.SIGCONT)
+    for site in world.sites:
+        for engine in site.engines:
+            engine.go()
+    world.figures.checks["steps"] += 1
+
+
+def check_end(world: World) -> None:
+    """After everything was stopped: nothing is left."""
+    _eventually(lambda: _nothing(processes.marked(world.mark), "processes are left"))
+    for site in world.sites:
+        left = os.listdir(site.place.directory)
+        if left != [site.place.lock_path.name]:
+            raise Broken("files", f"after a clean stop {site.place.directory} holds {left}")
+        if holders := processes.lock_holders(site.place.lock_path):
+            raise Broken("lock", f"{holders} processes still hold {site.place.lock_path}")
+    if left := os.listdir(world.folders.notify):
+        raise Broken("files", f"after a clean stop notify sockets are left: {left}")
+
+
+# Engines
+
+
+def _judge(world: World, engine: Engine, record: Record, permits: frozenset[str]) -> None:
+    event = record.get("event")
+    if event == "attach":
+        outcome = record["outcome"]
+        world.figures.attaches[outcome] += 1
+        world.figures.attach_seconds.append(record["seconds"])
+        _require_right_bytes(world, engine, record)
+        if outcome != "daemon" and outcome not in permits:
+            raise Broken("outcome", f"an attach of {engine.role} {engine.pid} ended in {record}")
+    elif event in ("lost", "resumed", "stale"):
+        world.figures.lease_events[event] += 1
+        if event == "resumed":
+            world.figures.detached_seconds.append(record["detached_s"])
+    elif "text" in record:
+        raise Broken("engine", f"an engine said {record['text']}")
+
+
+def _require_right_bytes(world: World, engine: Engine, said: Record) -> None:
+    world.figures.rows_compared += said.get("compared", 0)
+    world.figures.checks["rows"] += said.get("compared", 0)
+    if said.get("missing"):
+        raise Broken("complete", f"{engine.role} {engine.pid} was granted a set without {said['missing']}")
+    if said.get("wrong"):
+        raise Broken("bytes", f"{engine.role} {engine.pid} reads other bytes than the checkpoint's: {said}")
+
+
+def _check_leases(world: World, site: Site, held: dict[int, Record]) -> None:
+    """Who holds what is served has its lease; who holds what is not served any more attaches again."""
+    for engine in site.engines:
+        said = held[engine.pid]
+        if engine.role == "loop" and said["generation"] is None:
+            continue  # its last attach met an error, which was judged
+        current = said["generation"] == site.generation
+        if current and said["state"] != "connected":
+            raise Broken("lease", f"{engine.role} {engine.pid} holds what is served, and is {said['state']}")
+        if not current and said["state"] == "connected":
+            raise Broken(
+                "lease", f"{engine.role} {engine.pid} has a lease of {said['generation']}, which is not served"
+            )
+        if not current and engine.role == "hold":
+            again = engine.attach_again()
+            if again["outcome"] != "daemon":
+                raise Broken("outcome", f"{engine.role} {engine.pid} attached again, and met {again}")
+    world.figures.checks["leases"] += 1
+
+
+# Daemons
+
+
+def _settled(site: Site) -> Report:
+    """Once nothing is under way: a report of a keeper that serves, with its weights in the vault."""
+
+    def look() -> Report:
+        report = site.report()
+        if report.state != "ready":
+            raise Broken("state", f"{site.name} is {report.state}: {report.last_error}")
+        if report.vault != "kept":
+            raise Broken("vault", f"weights of {site.name} are {report.vault}: {report.vault_reason}")
+        if helpers := processes.children(report.pid):
+            raise Broken("processes", f"{site.name} has helpers: {list(map(processes.command, helpers))}")
+        return report
+
+    return _eventually(look)
+
+
+def _check_site(world: World, site: Site, *, kept: bool) -> None:
+    report = _settled(site)
+    if report.adoption_seconds is not None and report.uptime_s < 30:
+        world.figures.adoption_seconds.append(report.adoption_seconds)
+    if kept and report.generation != site.generation:
+        raise Broken("kept", f"{site.name} served {site.generation}, and now {report.generation}: {report.last_error}")
+    site.generation = report.generation
+    if report.generation is not None:
+        world.figures.generations.add(report.generation)
+    _eventually(lambda: _require_levels(site))
+    if not site.place.socket_path.is_socket():
+        raise Broken("path", f"{site.place.socket_path} is not there")
+    _eventually(lambda: _require_one_lock(site))
+    expected = sorted((site.place.lock_path.name, site.place.socket_path.name))
+    if (found := sorted(os.listdir(site.place.directory))) != expected:
+        raise Broken("files", f"{site.place.directory} holds {found}, expected {expected}")
+    world.figures.keeper_mib_max = max(world.figures.keeper_mib_max, processes.anonymous_mib(report.pid))
+    supervisor_mib = processes.anonymous_mib(site.supervisor.pid)
+    world.figures.supervisor_mib_max = max(world.figures.supervisor_mib_max, supervisor_mib)
+    if world.figures.keeper_mib_max > KEEPER_MAX_MIB or supervisor_mib > SUPERVISOR_MAX_MIB:
+        raise Broken("memory", f"keeper {world.figures.keeper_mib_max} MiB, supervisor {supervisor_mib} MiB")
+    world.figures.checks["places"] += 1
+
+
+def _require_levels(site: Site) -> None:
+    report, held = site.look()
+    for who, now in (("keeper", _without_connections(held, report)), ("supervisor", _supervisor_fds(site))):
+        before = site.levels[who]
+        if now != before:
+            raise Broken("descriptors", f"{who} of {site.name}: more {now - before}, fewer {before - now}")
+
+
+def _without_connections(held: Counter[str], report: Report) -> Counter[str]:
+    return held - Counter({"socket": report.connections})
+
+
+def _supervisor_fds(site: Site) -> Counter[str]:
+    return processes.descriptors(site.supervisor.pid)
+
+
+def _require_one_lock(site: Site) -> None:
+    if (holders := processes.lock_holders(site.place.lock_path)) != 1:
+        raise Broken("lock", f"{holders} processes hold {site.place.lock_path}")
+
+
+# The whole run
+
+
+def _check_processes(world: World) -> None:
+    def look() -> None:
+        expected = {site.supervisor.pid for site in world.sites} | {site.keeper_pid() for site in world.sites}
+        expected |= {engine.pid for site in world.sites for engine in site.engines} | world.forked
+        expected |= {world.hostile_pid} if world.hostile_pid is not None else set()
+        _nothing(processes.marked(world.mark) - expected, "processes that nobody should have")
+
+    _eventually(look)
+    world.figures.checks["processes"] += 1
+
+
+def _check_memory(world: World) -> None:
+    """No memory of weights is held but of those that are served, or that an engine had when it was told to rest."""
+
+    def look() -> None:
+        served = {site.generation for site in world.sites}
+        for pid in processes.marked(world.mark):
+            if more := processes.generations_held(pid) - served:
+                raise Broken("memory", f"{processes.command(pid)} ({pid}) holds {more}, served are {served}")
+
+    _eventually(look)
+    world.figures.checks["memory"] += 1
+
+
+def _nothing(pids: set[int], what: str) -> None:
+    if pids:
+        raise Broken("processes", f"{what}: {[f'{pid} {processes.command(pid)}' for pid in sorted(pids)]}")
+
+
+def _eventually(look: Callable[[], _T]) -> _T:
+    """What ``look`` returns once it raises nothing, which has to be soon: what is under way needs a moment to end."""
+    deadline_s = time.monotonic() + SETTLED_WITHIN_S
+    while True:
+        try:
+            return look()
+        except Broken:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_PAUSE_S)

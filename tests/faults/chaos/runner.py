@@ -1,0 +1,124 @@
+"""A run: one fault after the other, chosen under a seed, everything checked after each, until time or faults are over.
+
+Owns the order and what is said when something is broken: seed, step, history, and what everybody wrote last.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.faults.chaos import invariants
+from tests.faults.chaos.broken import Broken
+from tests.faults.chaos.faults import PROCESS_FAULTS, Fault, require_clean_exit
+from tests.faults.chaos.faults_files import FILE_FAULTS
+from tests.faults.chaos.faults_loading import LOADING_FAULTS
+from tests.faults.chaos.figures import Figures
+from tests.faults.chaos.world import World
+
+ALL_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *LOADING_FAULTS, *FILE_FAULTS)
+_ALL_ROWS_EVERY = 10
+_LOG_RECORDS = 60
+
+
+@dataclass
+class Outcome:
+    """``broken`` is None for a run that survived."""
+
+    seed: int
+    seconds: float
+    figures: Figures
+    history: list[str] = field(default_factory=list)
+    broken: Broken | None = None
+    logs: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run. Of ``seconds`` and ``faults_max`` the first that is reached ends it."""
+
+    seed: int
+    seconds: float
+    faults_max: int | None = None
+    only: Sequence[str] = ()
+    """Names of faults; all when empty."""
+    keeper: Sequence[str] = ("serve",)
+    """The supervised command up to its options."""
+    hostile: bool = True
+
+    def kinds(self, *, small_disk: bool) -> list[type[Fault]]:
+        known = {kind.name(): kind for kind in ALL_FAULTS}
+        chosen = [known[name] for name in self.only] if self.only else list(ALL_FAULTS)
+        return [kind for kind in chosen if small_disk or not kind.needs_small_disk]
+
+
+def run(plan: Plan, *, say: bool = False) -> Outcome:
+    """Run it to the end, or to the first invariant that does not hold."""
+    began_s = time.monotonic()
+    chance = random.Random(plan.seed)
+    world = World(chance, keeper=plan.keeper, hostile=plan.hostile)
+    outcome = Outcome(plan.seed, 0.0, world.figures)
+    with world:
+        try:
+            _run(plan, world, outcome.history, began_s + plan.seconds, say=say)
+        except Broken as broken:
+            outcome.broken = broken
+            outcome.logs = _logs(world)
+    outcome.seconds = time.monotonic() - began_s
+    return outcome
+
+
+def _run(plan: Plan, world: World, history: list[str], until_s: float, *, say: bool) -> None:
+    kinds = plan.kinds(small_disk=world.digests_tmpfs is not None)
+    weights = [kind.weight for kind in kinds]
+    invariants.take_levels(world)
+    world.populate()
+    invariants.check(world, None, frozenset(), keeps_weights=True, all_rows=True)
+    while time.monotonic() < until_s and (plan.faults_max is None or len(history) < plan.faults_max):
+        [kind] = world.random.choices(kinds, weights)
+        site = world.random.choice(world.sites)
+        history.append(f"{kind.name()} at {site.name}")
+        struck_s = time.monotonic()
+        kind().strike(world, site)
+        recovered_s = time.monotonic()
+        invariants.check(
+            world,
+            site,
+            kind.permits,
+            keeps_weights=kind.keeps_weights,
+            all_rows=len(history) % _ALL_ROWS_EVERY == 0,
+        )
+        world.figures.faults[kind.name()] += 1
+        world.figures.fault_seconds[kind.name()] += recovered_s - struck_s
+        if say:
+            checked_s = time.monotonic() - recovered_s
+            print(
+                f"{len(history):5} {history[-1]:36} {recovered_s - struck_s:6.2f} s, checked in {checked_s:5.2f} s",
+                flush=True,
+            )
+    _end(world)
+
+
+def _end(world: World) -> None:
+    """Stop everything as an operator would, and look whether anything is left."""
+    world.depopulate()
+    for site in world.sites:
+        site.supervisor.terminate()
+        require_clean_exit(site)
+    invariants.check_end(world)
+
+
+def _logs(world: World) -> str:
+    lines = []
+    for site in world.sites:
+        lines.append(f"--- daemon {site.name}")
+        lines += map(str, site.records.since(max(0, site.records.mark() - _LOG_RECORDS)))
+        for engine in site.engines:
+            lines.append(f"--- engine {engine.role} {engine.pid} at {site.name}")
+            lines += map(str, engine.records.since(max(0, engine.records.mark() - _LOG_RECORDS // 4)))
+    for log in sorted(world.folders.logs.iterdir()):
+        lines.append(f"--- {log.name}")
+        lines += log.read_text(errors="replace").splitlines()[-_LOG_RECORDS:]
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""One place of a run: its supervisor and keeper, the checkpoint, and the engines that use it.
+
+Owns these processes and the order of bringing them up. Faults act through it; nothing here judges.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.chaos import processes
+from tests.faults.chaos.broken import Broken
+from tests.faults.chaos.checkpoint import Checkpoint
+from tests.faults.chaos.engines import Engine, Role
+from tests.faults.chaos.records import Record, Records
+from tests.support.daemons import ask, connect
+from tests.support.unprivileged import ROOT
+from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.framing import PeerClosed
+from weightcached.protocol.messages import Report, Status
+from weightcached.protocol.places import Place, host_device
+
+READY_S = 60.0
+"""Within which a place has to serve again, whatever happened to it: generous, the machine is busy."""
+WATCHDOG_S = 4.0
+EXCHANGE_TIMEOUT_S = 3.0
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a run keeps things."""
+
+    run: Path
+    """The runtime directory."""
+    digests: Path
+    notify: Path
+    logs: Path
+
+
+class Site:
+    """Made once; its supervisor may be started many times."""
+
+    def __init__(
+        self, name: str, checkpoint: Checkpoint, folders: Folders, *, keeper: Sequence[str], environment: dict[str, str]
+    ) -> None:
+        self.name = name
+        self.checkpoint = checkpoint
+        self.folders = folders
+        self.place = Place(folders.run, name, host_device(tp_size=1, tp_rank=0))
+        self.engines: list[Engine] = []
+        self.generation: str | None = None
+        """What it served when it was last looked at."""
+        self.levels: dict[str, Counter[str]] = {}
+        """Descriptors of keeper and supervisor when nothing was going on."""
+        self._keeper = tuple(keeper)
+        self._environment = environment
+        self._supervisor: subprocess.Popen[str] | None = None
+        self.records: Records
+
+    # The supervisor
+
+    def start(self) -> None:
+        """Start a supervisor; returns at once."""
+        self._supervisor = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "weightcached.daemon", "supervise", "--log-format", "json"),
+                *("--backoff-max", "0.2", "--watchdog", str(WATCHDOG_S), "--", *self._keeper),
+                *("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run)),
+                *("--name", self.name, "--cache-dir", str(self.folders.digests), "--log-format", "json"),
+                *("--exchange-timeout", str(EXCHANGE_TIMEOUT_S), "--drain-timeout", "2"),
+            ],
+            cwd=ROOT,
+            env={**self._environment, "TMPDIR": str(self.folders.notify)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self._supervisor.stderr is None:
+            raise ValueError("a process that was started with pipes has them")
+        self.records = Records(self._supervisor.stderr, who=f"daemon {self.name}")
+
+    @property
+    def supervisor(self) -> subprocess.Popen[str]:
+        if self._supervisor is None:
+            raise ValueError("no supervisor was started yet")
+        return self._supervisor
+
+    def wait_exit(self, timeout_s: float) -> int:
+        """The supervisor's exit status."""
+        try:
+            status = self.supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise Broken("progress", f"supervisor of {self.name} did not end within {timeout_s:g} s") from None
+        self.records.join()
+        return status
+
+    def kill_supervisor(self) -> None:
+        """Its keeper has to go with it. What it leaves in the folder for notify sockets is cleared away here."""
+        keeper = self.keeper_pid()
+        self.supervisor.kill()
+        self.supervisor.wait()
+        self.wait_gone(keeper)
+        self.records.join()
+        for folder in self.folders.notify.iterdir():
+            if str(folder) not in Path("/proc/net/unix").read_text():
+                (folder / "notify").unlink(missing_ok=True)
+                folder.rmdir()
+
+    # The keeper and its helpers
+
+    def keeper_pid(self) -> int:
+        return self.wait_until(self._keeper_now, "a keeper runs")
+
+    def _keeper_now(self) -> int | None:
+        return next(iter(processes.children(self.supervisor.pid)), None)
+
+    def worker_pid(self) -> int:
+        return self.wait_until(self._worker_now, "a worker runs")
+
+    def _worker_now(self) -> int | None:
+        keeper = self._keeper_now()
+        if keeper is None:
+            return None
+        return next((pid for pid in processes.children(keeper) if "loader.worker" in processes.command(pid)), None)
+
+    def wait_until(self, found: Callable[[], int | None], what: str) -> int:
+        """Poll what no event tells: another process's children."""
+        deadline_s = time.monotonic() + READY_S
+        while (value := found()) is None:
+            if time.monotonic() > deadline_s:
+                raise Broken("progress", f"{self.name}: waited {READY_S:g} s until {what}")
+            time.sleep(_PAUSE_S)
+        return value
+
+    def wait_gone(self, pid: int) -> None:
+        self.wait_until(lambda: None if processes.alive(pid) else 0, f"process {pid} is gone")
+
+    def wait_state(self, state: str, mark: int) -> Record:
+        """Until the keeper says that it is in ``state``."""
+
+        def wanted(record: Record) -> bool:
+            return record.get("message") == "state" and record.get("state") == state
+
+        return self.records.wait(wanted, what=f"state {state}", mark=mark, timeout_s=READY_S)
+
+    def wait_ready(self, mark: int) -> None:
+        self.wait_state("ready", mark)
+
+    def report(self) -> Report:
+        report, _ = self.look()
+        return report
+
+    def look(self) -> tuple[Report, Counter[str]]:
+        """The keeper's account of itself, and its descriptors at that moment, our connection among them."""
+        try:
+            channel = connect(self.place)
+            try:
+                answer = ask(channel, Status(), timeout_s=READY_S)
+                if not isinstance(answer, Report):
+                    raise Broken("status", f"{self.name} answered {answer!r}")
+                return answer, processes.descriptors(answer.pid)
+            finally:
+                channel.close()
+        except (OSError, PeerClosed, TimeoutError, WeightCacheError) as error:
+            raise Broken("status", f"{self.name} did not answer: {error!r}") from error
+
+    # Engines
+
+    def add_engine(self, role: Role, random: random.Random) -> Engine:
+        arguments = ("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run))
+        arguments += ("--name", self.name, "--cache-dir", str(self.folders.digests))
+        arguments += ("--truth", str(self.checkpoint.truth))
+        engine = Engine(
+            role,
+            arguments,
+            seed=random.randrange(1 << 30),
+            environment=self._environment,
+            log=self.folders.logs / f"{self.name}-{role}.log",
+        )
+        self.engines.append(engine)
+        return engine
+
+    def replace(self, engine: Engine, random: random.Random) -> Engine:
+        """Kill an engine and start another in its stead; returns when that one has attached."""
+        engine.kill()
+        self.engines.remove(engine)
+        fresh = self.add_engine(engine.role, random)
+        fresh.wait_attached(0)
+        return fresh
+
+    def one(self, role: Role) -> Engine:
+        return next(engine for engine in self.engines if engine.role == role)
+
+    def end(self) -> None:
+        """End everything, by force where it must be."""
+        for engine in self.engines:
+            engine.kill()
+        self.engines.clear()
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            self._supervisor.send_signal(signal.SIGCONT)
+            self._supervisor.kill()
+            self._supervisor.wait()

@@ -1,0 +1,131 @@
+"""Everything of one run: folders, sites, the hostile client. Owns setting it up and clearing it away.
+
+The digest cache lies on a tiny file system of its own where that can be had (root), so that it can be filled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from tests.faults.chaos import processes
+from tests.faults.chaos.checkpoint import Checkpoint
+from tests.faults.chaos.figures import Figures
+from tests.faults.chaos.path_watch import PathWatch
+from tests.faults.chaos.site import Folders, Site
+from tests.support.unprivileged import ROOT
+
+_SHAPES = {
+    "one": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 4000},
+    "two": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1000},
+}
+DIGESTS_TMPFS = "WEIGHTCACHED_CHAOS_DIGESTS"
+"""Names a tiny file system that is ours alone; `__main__` makes it."""
+
+
+class World:
+    """A context manager: what is in it runs until its end, and then nothing of it is left."""
+
+    def __init__(self, random: random.Random, *, keeper: Sequence[str] = ("serve",), hostile: bool = True) -> None:
+        self.random = random
+        self.figures = Figures()
+        self.forked: set[int] = set()
+        """Children of dead engines that still map weights."""
+        self.mark = secrets.token_hex(8)
+        self.environment = {**os.environ, processes.MARK: self.mark, "PYTHONPATH": str(ROOT)}
+        self.digests_tmpfs = os.environ.get(DIGESTS_TMPFS)
+        self.watch = PathWatch()
+        self.sites: list[Site] = []
+        self._keeper = tuple(keeper)
+        self._with_hostile = hostile
+        self._hostile: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> World:
+        self._folder = tempfile.TemporaryDirectory(prefix="wc-chaos-", dir="/tmp")
+        root = Path(self._folder.name)
+        self.folders = Folders(
+            root / "run", Path(self.digests_tmpfs or root / "digests"), root / "notify", root / "logs"
+        )
+        for folder in (self.folders.run, self.folders.notify, self.folders.logs, self.folders.digests):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._build(root)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _build(self, root: Path) -> None:
+        for name, shape in _SHAPES.items():
+            checkpoint = Checkpoint(root / f"model-{name}", **shape)
+            site = Site(name, checkpoint, self.folders, keeper=self._keeper, environment=self.environment)
+            self.sites.append(site)
+            site.start()
+        for site in self.sites:
+            site.wait_ready(0)
+            self.watch.add(site.place.socket_path)
+
+    def populate(self) -> None:
+        """Start the engines, and whoever is hostile."""
+        for site in self.sites:
+            for role in ("hold", "loop"):
+                site.add_engine(role, self.random)
+        for site in self.sites:
+            for engine in site.engines:
+                engine.wait_attached(0)
+        if self._with_hostile:
+            sockets = [str(site.place.socket_path) for site in self.sites]
+            self._hostile = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.faults.chaos.hostile",
+                    "--seed",
+                    str(self.random.randrange(1 << 30)),
+                    *sockets,
+                ],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+            )
+
+    @property
+    def hostile_pid(self) -> int | None:
+        return None if self._hostile is None else self._hostile.pid
+
+    def hold_hostile(self, number: signal.Signals) -> None:
+        if self._hostile is not None:
+            self._hostile.send_signal(number)
+
+    def depopulate(self) -> None:
+        for site in self.sites:
+            for engine in site.engines:
+                engine.kill()
+            site.engines.clear()
+        if self._hostile is not None:
+            self._hostile.kill()
+            self._hostile.wait()
+            if self._hostile.stdin is not None:
+                self._hostile.stdin.close()
+            self._hostile = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depopulate()
+        for site in self.sites:
+            site.end()
+        for pid in processes.marked(self.mark):  # what should not be there; whoever minds has said so
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.watch.close()
+        self._folder.cleanup()
