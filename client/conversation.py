@@ -87,7 +87,7 @@ class Conversation:
                 left_s = self._heartbeat.left_s(time.monotonic())
                 if self._wake.wait(left_s, on=self._channel.connection):
                     self._receive()
-                elif not self._alive():
+                elif not self._alive() and not self._wake.wait(0, on=self._channel.connection):  # a last look
                     reason = f"the daemon has not answered for {self._heartbeat_s:g} s: it is stopped, or hangs"
                     return reason
         except PeerClosed:

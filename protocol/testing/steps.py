@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._fd)
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
 
     def open(self) -> None:
         os.eventfd_write(self._fd, 1)
@@ -36,6 +36,10 @@ class Gate:
         """Blocks until the gate is open; TimeoutError when it stays shut."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             raise TimeoutError(f"nobody opened the gate within {timeout_s} s")
+
+    def close(self) -> None:
+        """Give its descriptor back now, where somebody counts them: else that happens with the last reference."""
+        self._finalizer()
 
     @property
     def is_open(self) -> bool:

@@ -205,9 +205,12 @@ def test_a_lease_on_which_nonsense_comes_is_detached(
 
 
 def test_a_pong_for_another_ping(grant: HonestGrant, serve: Serve, attached: Attached) -> None:
-    with serve(grant.step(), Receive(), Send(Pong(token=99))), attached() as weights:
-        with pytest.raises(DaemonUnreachable, match="a pong for another ping"):
-            lease_of(weights).ping()
+    with (
+        serve(grant.step(), Receive(), Send(Pong(token=99))),
+        attached() as weights,
+        pytest.raises(DaemonUnreachable, match="a pong for another ping"),
+    ):
+        lease_of(weights).ping()
 
 
 def test_closing_does_not_wait_for_half_a_frame(grant: HonestGrant, serve: Serve, attached: Attached) -> None:
