@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from weightcached.daemon.stopping import stop_signals
 from weightcached.protocol.command_line import USAGE_EXIT
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weightcached {version('weightcached')}")
         return 0
     if arguments and arguments[0] in COMMANDS:
+        if arguments[0] == "serve":
+            stop_signals(block=True)  # until the keeper can stop in order, its imports included
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         status: int = getattr(import_module(module), function)(arguments[1:])
         return status

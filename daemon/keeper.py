@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import stat
 
 from weightcached.daemon.acquiring import Acquiring
@@ -26,6 +25,7 @@ from weightcached.daemon.record import Limits, Record
 from weightcached.daemon.server import Server
 from weightcached.daemon.signs import Signs
 from weightcached.daemon.states import IllegalTransition, State, StateMachine
+from weightcached.daemon.stopping import STOP_SIGNALS, stop_signals
 from weightcached.daemon.vault import NotifyVault, NoVault, Vault
 from weightcached.protocol.errors import InternalError, WeightCacheError
 from weightcached.protocol.messages import Event, Release, Released
@@ -89,6 +89,7 @@ class Keeper:
             endpoint.start()
             await self._serve(custody, server)
         finally:
+            stop_signals(block=True)
             await endpoint.close()
             await self._signs.close()
             self._record.progress.close()
@@ -96,8 +97,9 @@ class Keeper:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._stop_asked.release)
+        stop_signals(block=False)
 
     async def _serve(self, custody: Custody, server: Server) -> None:
         publishing = Publishing(self._record, custody, server.tell)

@@ -183,6 +183,17 @@ class Daemon:
         assert isinstance(frame.message, Grant), frame.message
         return frame.message, frame.fds
 
+    def kill_keeper(self, number: int = signal.SIGKILL) -> int:
+        """Send a signal to the keeper that answers now: under a supervisor, not what was started. Returns its pid."""
+        pid = self.report().pid
+        os.kill(pid, number)
+        return pid
+
+    def wait_ready_again(self, first: int) -> Report:
+        """Wait until a keeper says, from line ``first`` of the log on, that it is ready; its report."""
+        self.wait_logged("state", state="ready", first=first)
+        return self.report()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end. Returns the exit status."""
         if self.process.poll() is None:
@@ -328,6 +339,26 @@ def scripted_daemon(
     if group is not None:
         environment["WEIGHTCACHED_TEST_CGROUP"] = str(group)
     yield from _running(start(model_dir, runtime_dir, *extra, command=SCRIPTED, environment=environment, **options))
+
+
+@contextmanager
+def supervised_daemon(
+    model_dir: Path,
+    runtime_dir: Path,
+    *extra: str,
+    script: Mapping[str, Any] | None = None,
+    supervise: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[Daemon]:
+    """A supervisor with a keeper whose worker follows ``script``, or is the real one for ``None``. Stopped at the end
+    if it still runs; exit status 0. ``supervise`` are options of `weightcached supervise`. The process and the log are
+    the supervisor's; in the log are all its keepers.
+    """
+    supervisor = [sys.executable, "-P", "-m", "weightcached.daemon", "supervise", "--log-format", "json"]
+    supervisor += ["--backoff-max", "0", *supervise, "--"]
+    command = supervisor if script is None else [*supervisor, *SCRIPTED]
+    environment = scripted_environment(runtime_dir, script)
+    yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
 
 
 def scripted_environment(runtime_dir: Path, script: Mapping[str, Any] | None) -> dict[str, str]:
