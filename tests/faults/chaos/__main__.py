@@ -48,7 +48,7 @@ def _become_with_small_disk() -> None:
     script = f'{mount} && exec "$@"'
     command = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh"]
     os.environ[DIGESTS_TMPFS] = str(_MOUNT_POINT)
-    os.execvp(command[0], [*command, sys.executable, "-m", "tests.faults.chaos", *sys.argv[1:]])
+    os.execvp(command[0], [*command, sys.executable, "-m", "tests.faults.chaos", *sys.argv[1:]])  # noqa: S606
 
 
 if __name__ == "__main__":

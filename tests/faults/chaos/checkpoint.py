@@ -11,6 +11,7 @@ import os
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
@@ -23,7 +24,8 @@ class Checkpoint:
     """``directory`` is what daemons and engines are told; ``truth`` a JSON file: name → digest."""
 
     def __init__(self, directory: Path, **shape: int) -> None:
-        self.directory = tiny_llama(directory, **shape)
+        overrides: dict[str, Any] = dict(shape)
+        self.directory = tiny_llama(directory, **overrides)
         self.truth = directory.with_suffix(".truth")
         self.truth.write_text(json.dumps(_digests((directory / _WEIGHTS).read_bytes())))
         self._aside = directory.with_suffix(".away")

@@ -126,9 +126,11 @@ class Engine:
         )
 
     def fork(self) -> None:
-        """A child that outlives us and does nothing."""
+        """A child that outlives us and does nothing; its end of our pipes is not to be mistaken for us."""
         pid = os.fork()
         if pid == 0:
+            os.close(0)
+            os.close(1)
             while True:
                 signal.pause()
         say("forked", pid=pid)

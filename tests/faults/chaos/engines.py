@@ -28,7 +28,7 @@ _tokens = itertools.count(1)
 
 
 class Engine:
-    """A running engine. It is at work from its start; :meth:`check` brings a looping one to rest, :meth:`go` ends that."""
+    """A running engine, at work from its start; :meth:`check` brings a looping one to rest, :meth:`go` ends that."""
 
     def __init__(
         self, role: Role, arguments: Sequence[str], *, seed: int, environment: dict[str, str], log: Path

@@ -11,8 +11,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
@@ -23,7 +21,7 @@ from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.engines import HEARTBEAT_S
 from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
-from tests.support.unprivileged import ROOT
+from weightcached.daemon.custody import ATTEMPTS_MAX
 from weightcached.protocol.errors import (
     DaemonAbsent,
     DaemonDraining,
@@ -92,6 +90,27 @@ class KillKeeperWhileAdopting(Fault):
         mark = site.records.mark()
         os.kill(started["keeper_pid"], signal.SIGKILL)
         site.wait_ready(mark)
+
+
+class KillKeeperUntilQuarantine(Fault):
+    """Again and again while it adopts. When that was too often, what came back is not touched any more but kept, and
+    the weights are loaded anew; an operator then gives up what is in quarantine.
+    """
+
+    weight = 1
+    keeps_weights = False
+
+    def strike(self, world: World, site: Site) -> None:
+        mark = site.records.mark()
+        os.kill(site.keeper_pid(), signal.SIGKILL)
+        for _ in range(ATTEMPTS_MAX):
+            site.wait_state("adopting", mark)
+            victim, mark = site.keeper_pid(), site.records.mark()
+            os.kill(victim, signal.SIGKILL)
+        site.wait_ready(mark)
+        if site.report().quarantined:
+            world.figures.lease_events["quarantine"] += 1
+            site.command("release", "--quarantined", "--tp-size", "1")
 
 
 class KillKeeperInsideAttach(Fault):
@@ -272,18 +291,7 @@ class ReleasePlace(Fault):
     keeps_weights = False
 
     def strike(self, world: World, site: Site) -> None:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "weightcached.daemon", "release"),
-                *("--runtime-dir", str(site.folders.run), "--name", site.name),
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise Broken("exit", f"release ended with {done.returncode}: {done.stderr}")
+        site.command("release")
         require_clean_exit(site)
         site.start()
         site.wait_ready(0)
@@ -301,6 +309,7 @@ def require_clean_exit(site: Site) -> None:
 PROCESS_FAULTS: tuple[type[Fault], ...] = (
     KillKeeper,
     KillKeeperWhileAdopting,
+    KillKeeperUntilQuarantine,
     KillKeeperInsideAttach,
     PauseKeeper,
     HangKeeper,

@@ -24,8 +24,11 @@ class CheckpointVanishes(Fault):
     def strike(self, world: World, site: Site) -> None:
         site.checkpoint.vanish()
         try:
+            looping = site.one("loop")
+            mark = looping.records.mark()
             if world.random.random() < 0.7:
                 kill_keeper(world, site)
+            looping.wait_attached(mark)
         finally:
             site.checkpoint.come_back()
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from contextlib import suppress
 
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.faults import STOPPED, Fault, require_clean_exit
@@ -49,10 +50,8 @@ class KillWorker(Fault):
         start_again(world, site)
         worker = site.worker_pid()
         time.sleep(world.random.uniform(0, 0.2))
-        try:
+        with suppress(ProcessLookupError):  # it was quicker
             os.kill(worker, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it was quicker
         site.wait_ready(0)
 
 
@@ -65,10 +64,8 @@ class WorkerOutOfMemory(Fault):
 
     def strike(self, world: World, site: Site) -> None:
         start_again(world, site)
-        try:
+        with suppress(ProcessLookupError):
             resource.prlimit(site.worker_pid(), resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, _WORKER_MEMORY_BYTES))
-        except ProcessLookupError:
-            pass
         site.wait_ready(0)
 
 

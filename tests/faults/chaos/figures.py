@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 
@@ -11,7 +11,7 @@ class Figures:
     """Times are seconds."""
 
     faults: Counter[str] = field(default_factory=Counter)
-    fault_seconds: Counter[str] = field(default_factory=Counter)
+    fault_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     attaches: Counter[str] = field(default_factory=Counter)
     attach_seconds: list[float] = field(default_factory=list)
     rows_compared: int = 0

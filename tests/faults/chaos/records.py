@@ -1,4 +1,4 @@
-"""What a process writes, one JSON object a line: read by a thread so that the writer never blocks, waited for by others.
+"""What a process writes, one JSON object a line: read by a thread, so that the writer never blocks.
 
 Owns the stream. Lines that are no JSON (a traceback, say) are kept as ``{"text": line}``.
 """

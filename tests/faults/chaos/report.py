@@ -16,7 +16,8 @@ def render(outcome: Outcome) -> str:
 def _lines(outcome: Outcome) -> Iterable[str]:
     figures = outcome.figures
     total = figures.faults.total()
-    yield f"seed {outcome.seed}: {total} faults in {outcome.seconds:.0f} s ({outcome.seconds / max(total, 1):.2f} s each)"
+    each_s = outcome.seconds / max(total, 1)
+    yield f"seed {outcome.seed}: {total} faults in {outcome.seconds:.0f} s ({each_s:.2f} s each)"
     yield ""
     yield f"{'fault':28} {'times':>6} {'mean s':>8}"
     for name, count in figures.faults.most_common():
@@ -33,15 +34,15 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield from _times("stopped keeper noticed", figures.noticed_seconds)
     yield f"lease events: {_words(figures.lease_events.items())}"
     yield f"generations seen: {len(figures.generations)}; parameters re-hashed by engines: {figures.rows_compared}"
-    yield f"own memory, largest: keeper {figures.keeper_mib_max:.1f} MiB, supervisor {figures.supervisor_mib_max:.1f} MiB"
+    keeper_mib, supervisor_mib = figures.keeper_mib_max, figures.supervisor_mib_max
+    yield f"own memory, largest: keeper {keeper_mib:.1f} MiB, supervisor {supervisor_mib:.1f} MiB"
     yield f"checks: {_words(figures.checks.items())}"
     if outcome.broken is None:
         yield "no invariant broken"
         return
-    yield ""
-    yield f"BROKEN at step {len(outcome.history)} of seed {outcome.seed}: {outcome.broken}"
-    yield "history: " + "; ".join(outcome.history[-40:])
     yield outcome.logs
+    yield "history: " + "; ".join(outcome.history[-40:])
+    yield f"BROKEN at step {len(outcome.history)} of seed {outcome.seed}: {outcome.broken}"
 
 
 def _times(what: str, seconds: Sequence[float]) -> Iterable[str]:

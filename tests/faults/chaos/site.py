@@ -115,6 +115,22 @@ class Site:
                 (folder / "notify").unlink(missing_ok=True)
                 folder.rmdir()
 
+    def command(self, name: str, *arguments: str) -> None:
+        """Run a `weightcached` command on this place; it has to succeed."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "weightcached.daemon", name, "--runtime-dir", str(self.folders.run)),
+                *("--name", self.name, *arguments),
+            ],
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise Broken("exit", f"{name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
+
     # The keeper and its helpers
 
     def keeper_pid(self) -> int:
@@ -176,9 +192,11 @@ class Site:
     # Engines
 
     def add_engine(self, role: Role, random: random.Random) -> Engine:
-        arguments = ("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run))
-        arguments += ("--name", self.name, "--cache-dir", str(self.folders.digests))
-        arguments += ("--truth", str(self.checkpoint.truth))
+        arguments = [
+            *("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run)),
+            *("--name", self.name, "--cache-dir", str(self.folders.digests)),
+            *("--truth", str(self.checkpoint.truth)),
+        ]
         engine = Engine(
             role,
             arguments,
