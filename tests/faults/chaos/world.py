@@ -41,7 +41,8 @@ class World:
         self.forked: set[int] = set()
         """Children of dead engines that still map weights."""
         self.mark = secrets.token_hex(8)
-        self.environment = {**os.environ, processes.MARK: self.mark, "PYTHONPATH": str(ROOT)}
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        self.environment = {**os.environ, processes.MARK: self.mark, "PYTHONPATH": os.pathsep.join(paths)}
         self.digests_tmpfs = os.environ.get(DIGESTS_TMPFS)
         self.watch = PathWatch()
         self.sites: list[Site] = []

@@ -1,0 +1,106 @@
+"""A keeper with a bug planted in it, to see that a chaos run finds it.
+
+    python -m tests.faults.chaos.planted BUG serve …
+
+Each bug is a change of a few lines at a place where a real one might be made. Called by the harness's own tests only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weightcached.daemon import cli, custody, loading, server, vault
+from weightcached.daemon.claim import Claim
+from weightcached.protocol.fds import OwnedFds
+
+
+def path_absent() -> None:
+    """A restarted keeper does not use the kept listener: it removes the socket file and binds anew."""
+
+    def adopt(self: Claim, *_: object, **__: object) -> bool:
+        self.place.socket_path.unlink(missing_ok=True)
+        return False
+
+    Claim.adopt = adopt  # type: ignore[method-assign]
+
+
+def byte_flipped() -> None:
+    """One bit of the segment is changed between the worker's last word and the seals."""
+    seal = loading._seal
+
+    def flip_and_seal(memory: OwnedFds) -> None:
+        [byte] = os.pread(memory[0], 1, 0)
+        os.pwrite(memory[0], bytes([byte ^ 1]), 0)
+        seal(memory)
+
+    loading._seal = flip_and_seal
+
+
+def published_half() -> None:
+    """Sealed and published when the worker has been given the memory, half of which it is yet to fill."""
+    seal = loading._seal
+
+    def empty_half_and_seal(memory: OwnedFds) -> None:
+        nbytes = os.fstat(memory[0]).st_size
+        os.pwrite(memory[0], bytes(nbytes - nbytes // 2), nbytes // 2)
+        seal(memory)
+
+    loading._seal = empty_half_and_seal
+
+
+def descriptor_leaked() -> None:
+    """One for each connection."""
+    admit = server.Server._admit
+
+    def leak_and_admit(self: server.Server, accepted: Any) -> None:
+        os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        admit(self, accepted)
+
+    server.Server._admit = leak_and_admit  # type: ignore[method-assign]
+
+
+def process_leaked() -> None:
+    """A helper that is started with a generation that is adopted, and forgotten."""
+    adopted = custody.Custody.adopted
+
+    def leak_and_adopt(self: custody.Custody, *words: Any) -> None:
+        subprocess.Popen(["sleep", "600"])
+        adopted(self, *words)
+
+    custody.Custody.adopted = leak_and_adopt  # type: ignore[method-assign]
+
+
+def segment_not_kept() -> None:
+    """The vault is given all but the last segment of a generation, and said to keep it."""
+    keep = vault.NotifyVault.keep
+
+    async def keep_less(self: vault.NotifyVault, items: Sequence[tuple[str, int]]) -> vault.Keeping:
+        return await keep(self, [item for item in items if not item[0].endswith(".s0")])
+
+    vault.NotifyVault.keep = keep_less  # type: ignore[method-assign]
+
+
+BUGS: dict[str, tuple[Callable[[], None], str]] = {
+    "path_absent": (path_absent, "path"),
+    "byte_flipped": (byte_flipped, "bytes"),
+    "published_half": (published_half, "bytes"),
+    "descriptor_leaked": (descriptor_leaked, "descriptors"),
+    "process_leaked": (process_leaked, "processes"),
+    "segment_not_kept": (segment_not_kept, "kept"),
+}
+"""Name → what plants it, and the invariant that has to report it."""
+
+
+def keeper(bug: str) -> tuple[str, ...]:
+    """The supervised command of a keeper with that bug, up to its options."""
+    return (sys.executable, "-m", "tests.faults.chaos.planted", bug, "serve")
+
+
+if __name__ == "__main__":
+    plant, _ = BUGS[sys.argv[1]]
+    plant()
+    sys.exit(cli.main(sys.argv[2:]))

@@ -1,0 +1,59 @@
+"""The chaos harness: a short run that nothing must break, and bugs planted in the keeper that it has to find."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.chaos.planted import BUGS, keeper
+from tests.faults.chaos.report import render
+from tests.faults.chaos.runner import ALL_FAULTS, Outcome, Plan, run
+from tests.support.unprivileged import ROOT
+
+
+def words(outcome: Outcome) -> str:
+    return render(outcome)
+
+
+@pytest.mark.slow
+def test_a_short_run_breaks_nothing() -> None:
+    """As a command, with the digest cache on a small disk where that can be had; the long run is `make soak`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "12", "--seed", "5"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no invariant broken" in done.stdout
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    """Within three kills of the keeper, and by the invariant that says what is wrong."""
+    _, invariant = BUGS[bug]
+    plan = Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], keeper=keeper(bug), hostile=False)
+    outcome = run(plan)
+    assert outcome.broken is not None, words(outcome)
+    assert outcome.broken.invariant == invariant, words(outcome)
+
+
+def test_without_a_bug_the_same_run_breaks_nothing() -> None:
+    outcome = run(Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], hostile=False))
+    assert outcome.broken is None, words(outcome)
+    assert outcome.figures.faults["KillKeeper"] == 3
+    assert outcome.figures.attaches["daemon"] >= 4
+    assert set(outcome.figures.attaches) == {"daemon"}
+
+
+def test_a_seed_decides_what_strikes() -> None:
+    plans = [Plan(seed=7, seconds=60, faults_max=4, only=["PauseEngine", "KillLoopingEngine"]) for _ in range(2)]
+    first, second = (run(plan).history for plan in plans)
+    assert first == second
+    assert len(first) == 4
+
+
+def test_every_fault_has_a_name_and_a_weight() -> None:
+    assert len({kind.name() for kind in ALL_FAULTS}) == len(ALL_FAULTS)
+    assert all(kind.weight > 0 for kind in ALL_FAULTS)
