@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemons import Daemon, daemon, scripted_daemon
+from tests.support.daemons import Daemon, scripted_daemon, supervised_daemon
 from tests.support.manager import Manager
 from weightcached.client import WeightSet, attach
 from weightcached.client.lease import Lease
@@ -26,10 +25,6 @@ from weightcached.protocol.messages import Report
 from weightcached.protocol.places import Place
 
 KILLS = 20
-SUPERVISED = (
-    *(sys.executable, "-m", "weightcached.daemon", "supervise", "--backoff-max", "0", "--"),
-    *(sys.executable, "-m", "weightcached.daemon"),
-)
 
 
 def engine(model: Path, place: Place, **options: Any) -> WeightSet:
@@ -213,7 +208,7 @@ class Attaching:
 def test_twenty_kills_under_supervise_and_no_engine_sees_an_error(settled_model: Path, place: Place) -> None:
     """The real loader, the real supervisor. One engine holds a lease all the while, another attaches all the while."""
     resumed: queue.Queue[float] = queue.Queue()
-    with daemon(settled_model, place.runtime_dir, command=SUPERVISED) as supervisor:
+    with supervised_daemon(settled_model, place.runtime_dir) as supervisor:
         supervisor.wait_until("ready")
         with engine(settled_model, place) as held, Attaching(settled_model, place) as attaching:
             lease = lease_of(held)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemons import daemon
+from tests.support.daemons import daemon, supervised_daemon
+from weightcached.client import STALE_EXIT
 from weightcached.client.demo import http as engine_http
 from weightcached.client.engine.options import EngineOptions
 from weightcached.client.engine.owned_daemon import OwnedDaemon
@@ -130,7 +131,7 @@ def test_the_same_tokens_across_a_killed_engine_and_a_killed_daemon(tiny: Path, 
             assert lease == {"state": "connected", "reason": None, "obstacle": None, "losses": 0, "resumes": 0}
             long = second.generate(200)
             assert _generate_while(second, 200, lambda: served.stop(signal.SIGKILL)) == long
-            lease = _wait_detached(second)
+            lease = _wait_lease(second, "detached")
             assert lease["reason"]
             assert second.generate() == wanted
             assert second.end(signal.SIGTERM) == 0
@@ -153,13 +154,39 @@ def _generate_while(served: Engine, max_new_tokens: int, act: Any) -> list[int]:
     return answers[0]
 
 
-def _wait_detached(served: Engine) -> dict[str, Any]:
-    deadline = Deadline.after(10)
-    while (lease := served.ask("/status")["weights"]["lease"])["state"] == "connected":
-        assert not deadline.passed, "the engine has not noticed that its daemon is gone"
-    assert lease["state"] == "detached"
+def _wait_lease(served: Engine, state: str, *, resumes: int = 0) -> dict[str, Any]:
+    deadline = Deadline.after(30)
+    while (lease := served.ask("/status")["weights"]["lease"])["state"] != state or lease["resumes"] != resumes:
+        assert not deadline.passed, lease
     found: dict[str, Any] = lease
     return found
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_notice_that_its_keeper_is_killed_and_ends_when_there_are_other_weights(
+    tiny: Path, runtime_dir: Path
+) -> None:
+    """Under a supervisor the next keeper adopts: same tokens, the lease resumed. When all is stopped and started anew
+    the weights are others, and this engine was told to end then.
+    """
+    words = ["--port", "0", "--on-stale", "exit"]
+    with supervised_daemon(tiny, runtime_dir) as supervisor:
+        supervisor.wait_until("ready")
+        with engine(tiny, runtime_dir, *words, mode="require") as served:
+            assert served.wait_ready()["weights"]["source"] == "daemon"
+            long = served.generate(200)
+            keeper = supervisor.report().pid
+            assert _generate_while(served, 200, lambda: os.kill(keeper, signal.SIGKILL)) == long
+            lease = _wait_lease(served, "connected", resumes=1)
+            assert (lease["reason"], lease["losses"]) == (None, 1)
+            assert supervisor.stop() == 0
+            assert "draining" in _wait_lease(served, "detached", resumes=1)["reason"]
+            assert served.generate(200) == long
+            with daemon(tiny, runtime_dir):
+                assert served.process.wait(TIMEOUT_S) == STALE_EXIT
+            log = served.log.read_text()
+            assert f"ends with status {STALE_EXIT}" in log
+            assert "Traceback" not in log
 
 
 def test_require_without_a_daemon_fails_before_it_imports_anything(tiny: Path, runtime_dir: Path) -> None:
