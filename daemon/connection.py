@@ -54,6 +54,8 @@ from weightcached.protocol.peers import peer_of
 IDLE_TIMEOUT_S = 60.0
 """How long a connection without a lease may stay silent between two requests."""
 
+_SMALL_NBYTES = 4096
+
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +80,7 @@ class Connection:
         self._held = ExitStack()
         self._lease: Lease | None = None
         self._unsaid: list[Event] = []
+        self._sending = False
         self.busy = False
         """Whether a request has begun and its answer is not out: a stopping daemon waits for these."""
 
@@ -96,6 +99,8 @@ class Connection:
             except _NoRoom as error:
                 self._record.protocol_errors["too_much_in_flight"] += 1
                 log.warning("dropped", extra={"peer": str(self.peer), "reason": str(error)})
+                if not self._sending:
+                    await self._last_word(error)
             except WeightCacheError as error:
                 log.warning("refused", extra={"peer": str(self.peer), "code": error.code, "reason": str(error)})
                 await self._last_word(error)
@@ -238,11 +243,13 @@ class Connection:
             self._channel.close()
 
     async def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        self._sending = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._channel.send(message, fds)
         except TimeoutError as error:
             raise _TooSlow from error
+        self._sending = False
 
     async def _last_word(self, error: WeightCacheError) -> None:
         counts = self._record.protocol_errors if isinstance(error, ContractError) else self._record.attaches
@@ -270,14 +277,16 @@ def say_at_once(connection: socket.socket, message: Refused | Event) -> bool:
 
 
 class _InFlight:
-    """Room for one connection's frames that are half through; a ``Budget`` of its channel."""
+    """Room for one connection's frames that are half through; a ``Budget`` of its channel. Small ones are not counted:
+    a user who has no room left can still ask, and be told.
+    """
 
     def __init__(self, record: Record, uid: int) -> None:
         self._quota = record.limits.in_flight
         self._uid = uid
 
     def take(self, nbytes: int) -> None:
-        if not self._quota.take(self._uid, nbytes):
+        if nbytes > _SMALL_NBYTES and not self._quota.take(self._uid, nbytes):
             raise _NoRoom(
                 "too many frames are half received or half sent",
                 expected=f"at most {self._quota.each} bytes for one user, {self._quota.in_all} for all",
@@ -285,11 +294,12 @@ class _InFlight:
             )
 
     def give(self, nbytes: int) -> None:
-        self._quota.give(self._uid, nbytes)
+        if nbytes > _SMALL_NBYTES:
+            self._quota.give(self._uid, nbytes)
 
 
 class _NoRoom(DaemonNotReady):
-    """The stream is of no more use: part of a frame may be out."""
+    """A user has too much under way. While sending, part of a frame is out, and the stream is of no more use."""
 
 
 def _internal(error: Exception) -> WeightCacheError:
