@@ -12,13 +12,14 @@ import json
 import sys
 from collections.abc import Sequence
 
+from weightcached.daemon.leases import DETACHED_AFTER_S
 from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
-from weightcached.protocol.messages import Report
+from weightcached.protocol.messages import LeaseInfo, Report
 from weightcached.protocol.places import runtime_directory
 
 _LEASES_SHOWN = 20
@@ -61,7 +62,7 @@ def _row(one: Seen) -> tuple[str, ...]:
 
 
 def _progress(report: Report) -> str:
-    if report.state not in (State.STARTING, State.LOADING):
+    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING):
         return "-"
     if not report.bytes_total:
         return report.stage
@@ -80,15 +81,28 @@ def _short(version: str | None) -> str:
 def _details(one: Seen) -> list[str]:
     if one.report is None:
         return [f"{one.place}: {one.problem}"]
+    report = one.report
     lines = [
-        f"{one.place}: lease of pid {lease.pid} (uid {lease.uid}), {duration(lease.age_s)}, {lease.name}"
-        for lease in one.report.leases[:_LEASES_SHOWN]
+        f"lease of pid {lease.pid} (uid {lease.uid}), {duration(lease.age_s)}, {lease.name}{_silence(lease)}"
+        for lease in report.leases[:_LEASES_SHOWN]
     ]
-    if (more := one.report.lease_count - len(lines)) > 0:
-        lines.append(f"{one.place}: and {more} more leases")
-    if one.report.last_error is not None:
-        lines.append(f"{one.place}: last error: {one.report.last_error}")
-    return lines
+    if (more := report.lease_count - len(lines)) > 0:
+        lines.append(f"and {more} more leases")
+    if report.vault in ("unproven", "dropped"):
+        lines.append(f"vault: {report.vault}: {report.vault_reason}")
+    if report.unproven_reason is not None:
+        lines.append(f"unproven: {report.unproven_reason}")
+    if report.quarantined:
+        nbytes = binary_size(report.quarantined_nbytes)
+        lines.append(f"quarantined: {', '.join(report.quarantined)}, {nbytes}; `weightcached release --quarantined` gives it up")
+    if report.last_error is not None:
+        lines.append(f"last error: {report.last_error}")
+    return [f"{one.place}: {line}" for line in lines]
+
+
+def _silence(lease: LeaseInfo) -> str:
+    """What is shown of an engine that has missed several signs of life."""
+    return f", not heard for {duration(lease.silent_s)}" if lease.silent_s > DETACHED_AFTER_S else ""
 
 
 def main(argv: list[str]) -> int:

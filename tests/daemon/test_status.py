@@ -1,0 +1,55 @@
+"""What `weightcached status` prints of one report: everything that an operator has to act on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.reports import READY
+from weightcached.daemon.seen import Seen
+from weightcached.daemon.status import exit_code, render
+from weightcached.protocol.messages import LeaseInfo
+from weightcached.protocol.places import Place
+
+PLACE = Place(Path("/run/weightcached"), "default", "host-tp0of1")
+QUIET: dict[str, Any] = {"leases": (), "lease_count": 0, "quarantined": (), "vault": "kept"}
+
+
+def lines(**changes: Any) -> list[str]:
+    return render([Seen(PLACE, report=READY.model_copy(update={**QUIET, **changes}))])
+
+
+def test_a_place_without_trouble_is_one_line() -> None:
+    assert len(lines()) == 2
+    assert len(lines(vault="none", vault_reason="no service manager")) == 2  # was chosen so
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vault": "dropped", "vault_reason": "raise --store-max"}, "vault: dropped: raise --store-max"),
+        ({"vault": "unproven", "vault_reason": "who knows"}, "vault: unproven: who knows"),
+        ({"unproven_reason": "the files are gone"}, "unproven: the files are gone"),
+        ({"quarantined": ("d" * 32,), "quarantined_nbytes": 2048}, f"quarantined: {'d' * 32}, 2.0 KiB"),
+        ({"last_error": "transfer: torn"}, "last error: transfer: torn"),
+        ({"lease_count": 3}, "and 3 more leases"),
+    ],
+)
+def test_trouble_is_said(changes: dict[str, Any], said: str) -> None:
+    [_, _, line] = lines(**changes)
+    assert line.startswith(f"default/host-tp0of1: {said}")
+
+
+def test_an_engine_that_is_silent_is_named() -> None:
+    heard = LeaseInfo(pid=1, uid=0, name="heard", age_s=90.0, silent_s=6.0)
+    silent = LeaseInfo(pid=2, uid=0, name="silent", age_s=90.0, silent_s=75.0)
+    [_, _, first, second] = lines(leases=(heard, silent), lease_count=2)
+    assert first.endswith("lease of pid 1 (uid 0), 1m, heard")
+    assert second.endswith("lease of pid 2 (uid 0), 1m, silent, not heard for 1m")
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("ready", 0), ("starting", 1), ("adopting", 1), ("loading", 1), ("failed", 2), ("draining", 2)]
+)
+def test_the_exit_code_goes_by_the_state(state: str, code: int) -> None:
+    assert exit_code([Seen(PLACE, report=READY.model_copy(update={"state": state}))]) == code
