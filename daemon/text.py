@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weightcached.protocol.text import one_line
 
-def one_line(text: str) -> str:
-    """Control characters, which a peer's words may hold, cannot start a line or move a cursor."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+__all__ = ["binary_size", "duration", "one_line", "table"]
 
 
 def binary_size(nbytes: float) -> str:

@@ -30,9 +30,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weightcached.protocol.text import one_line
+
 
 class WeightCacheError(Exception):
-    """Root of the tree. ``expected``, ``found``, ``where`` and ``next_step`` are kept apart, for tools to show."""
+    """Root of the tree. ``expected``, ``found``, ``where`` and ``next_step`` are kept apart, for tools to show.
+
+    In words it is one line without control characters, whatever a peer or a file has put into it.
+    """
 
     code: ClassVar[str] = "error"
 
@@ -59,7 +64,7 @@ class WeightCacheError(Exception):
                 parts.append(f"{label}: {value}")
         if self.next_step:
             parts.append(f"next step: {self.next_step}")
-        return "; ".join(parts)
+        return one_line("; ".join(parts))
 
     def as_fields(self) -> dict[str, str | None]:
         """The code and the parts of the message in words, as JSON and frames carry them."""

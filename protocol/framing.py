@@ -120,7 +120,7 @@ def decode_body(dialect: Dialect, header: Header, body: bytes | bytearray | memo
         value: Any = msgpack.unpackb(
             body,
             strict_map_key=True,
-            max_array_len=dialect.items_max,
+            max_array_len=min(dialect.list_max, len(body)),
             max_map_len=dialect.items_max,
             max_ext_len=0,
             unicode_errors="strict",

@@ -311,7 +311,8 @@ class Dialect:
     """What may travel in one direction: message types by number, and limits.
 
     ``items_max`` bounds what all maps and lists of a body hold together: an item is one byte on the wire and a hundred
-    in memory, and each costs the reader time that others wait for.
+    in memory, and each costs the reader time that others wait for. ``list_max`` bounds one list: room for all that a
+    list says it holds is made before any of it is read, and lists may stand in lists.
     """
 
     name: str
@@ -319,6 +320,7 @@ class Dialect:
     body_max_bytes: int
     fds_max: int
     items_max: int
+    list_max: int
 
     def number_of(self, message: Message) -> int:
         """The type number of ``message``; a ValueError (our own bug) when this direction does not have it."""
@@ -331,14 +333,16 @@ class Dialect:
 CLIENT_TO_DAEMON = Dialect(
     "client to daemon",
     {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release},
-    CLIENT_BODY_MAX_BYTES,
-    0,
-    4 * 1024,
+    body_max_bytes=CLIENT_BODY_MAX_BYTES,
+    fds_max=0,
+    items_max=4 * 1024,
+    list_max=512,  # what fits into a config's value that is not abbreviated (config.py)
 )
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
     {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released},
-    DAEMON_BODY_MAX_BYTES,
-    GRANT_FDS_MAX,
-    256 * 1024,
+    body_max_bytes=DAEMON_BODY_MAX_BYTES,
+    fds_max=GRANT_FDS_MAX,
+    items_max=256 * 1024,
+    list_max=256 * 1024,
 )

@@ -89,7 +89,19 @@ class Failed(Message):
     transient: bool = False
 
 
-KEEPER_TO_WORKER = Dialect("keeper to worker", {1: Job, 2: Memory}, JOB_BODY_MAX_BYTES, GRANT_FDS_MAX, 4 * 1024 * 1024)
+KEEPER_TO_WORKER = Dialect(
+    "keeper to worker",
+    {1: Job, 2: Memory},
+    body_max_bytes=JOB_BODY_MAX_BYTES,
+    fds_max=GRANT_FDS_MAX,
+    items_max=4 * 1024 * 1024,
+    list_max=4 * 1024 * 1024,
+)
 WORKER_TO_KEEPER = Dialect(
-    "worker to keeper", {64: Planned, 65: Progress, 66: Done, 67: Failed}, DAEMON_BODY_MAX_BYTES, 1, 64 * 1024
+    "worker to keeper",
+    {64: Planned, 65: Progress, 66: Done, 67: Failed},
+    body_max_bytes=DAEMON_BODY_MAX_BYTES,
+    fds_max=1,
+    items_max=64 * 1024,
+    list_max=1024,
 )

@@ -1,8 +1,18 @@
-"""What every test folder shares: tests that need root are skipped for others. Fixtures live beside their tests."""
+"""What every test folder shares: tests that need root are skipped for others, and how hard hypothesis tries. Fixtures
+live beside their tests.
+"""
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline for one example: a busy machine is not a bug. What never ends is pytest's timeout to find.
+settings.register_profile("quick", deadline=None)
+settings.register_profile(
+    "thorough", deadline=None, max_examples=10_000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
