@@ -66,8 +66,10 @@ with open(os.environ["WEIGHTCACHED_TEST_MODULES"], "w") as file:
 sys.exit(status)
 """
 
+REAL = (sys.executable, "-P", "-m", "weightcached.daemon")
+"""The command `weightcached`."""
 SCRIPTED = (sys.executable, "-c", _SCRIPTED_PROGRAM)
-"""The command `weightcached`, with the scripted worker."""
+"""The same with the scripted worker."""
 
 
 class Log:
@@ -293,7 +295,7 @@ def start(
     model_dir: Path,
     runtime_dir: Path,
     *extra: str,
-    command: Sequence[str] = (sys.executable, "-m", "weightcached.daemon"),
+    command: Sequence[str] = REAL,
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     name: str = "default",
@@ -354,7 +356,7 @@ def supervised_daemon(
     if it still runs; exit status 0. ``supervise`` are options of `weightcached supervise`. The process and the log are
     the supervisor's; in the log are all its keepers.
     """
-    supervisor = [sys.executable, "-P", "-m", "weightcached.daemon", "supervise", "--log-format", "json"]
+    supervisor = [*REAL, "supervise", "--log-format", "json"]
     supervisor += ["--backoff-max", "0", *supervise, "--"]
     command = supervisor if script is None else [*supervisor, *SCRIPTED]
     environment = scripted_environment(runtime_dir, script)

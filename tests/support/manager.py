@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.daemons import SCRIPTED, TIMEOUT_S, Daemon, scripted_environment, start
+from tests.support.daemons import REAL, SCRIPTED, TIMEOUT_S, Daemon, scripted_environment, start
 from weightcached.daemon.notify_protocol import Notification
 from weightcached.daemon.supervisor.mailbox import Mailbox
 from weightcached.daemon.supervisor.post import Post
@@ -80,10 +80,11 @@ class Manager:
         runtime_dir: Path,
         *extra: str,
         script: Mapping[str, Any] | None = None,
+        real: bool = False,
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Daemon:
-        """Start a scripted daemon with everything that is kept, and return at once."""
+        """Start a scripted daemon (or a ``real`` one) with everything that is kept, and return at once."""
         with self._heard:
             self._read()  # what the last one had said when it died counts too
             names, fds = self._store.names, self._store.fds
@@ -96,7 +97,7 @@ class Manager:
                 model_dir,
                 runtime_dir,
                 *extra,
-                command=(*shim, *SCRIPTED),
+                command=(*shim, *(REAL if real else SCRIPTED)),
                 environment={**scripted_environment(runtime_dir, script), **told, **(environment or {})},
                 pass_fds=fds,
                 **options,
