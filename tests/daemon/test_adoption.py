@@ -579,6 +579,7 @@ def test_the_third_failure_quarantines_and_serves_anew(lives: Lives) -> None:
     assert loaded_anew(report, before)
     assert report.quarantined == (before.generation,)
     assert report.quarantined_nbytes > 4096
+    assert report.unexplained_nbytes == report.quarantined_nbytes
     assert report.generations == 2
     assert lives.generations == {before.generation, report.generation}
     assert [what for what in open_fds(daemon.pid).values() if str(before.generation) in what] == []
