@@ -1,18 +1,17 @@
 """The chaos harness: a short run that nothing must break, and bugs planted in the keeper that it has to find."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 
+from tests.faults.chaos import invariants
+from tests.faults.chaos.faults import Fault
 from tests.faults.chaos.planted import BUGS, keeper
 from tests.faults.chaos.report import render
-from tests.faults.chaos.runner import ALL_FAULTS, Outcome, Plan, run
+from tests.faults.chaos.runner import ALL_FAULTS, Plan, run
 from tests.support.unprivileged import ROOT
-
-
-def words(outcome: Outcome) -> str:
-    return render(outcome)
 
 
 @pytest.mark.slow
@@ -30,28 +29,33 @@ def test_a_short_run_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug: str) -> None:
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within three kills of the keeper, and by the invariant that says what is wrong."""
+    monkeypatch.setattr(invariants, "SETTLED_WITHIN_S", 3.0)
     _, invariant = BUGS[bug]
     plan = Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], keeper=keeper(bug), hostile=False)
     outcome = run(plan)
-    assert outcome.broken is not None, words(outcome)
-    assert outcome.broken.invariant == invariant, words(outcome)
+    assert outcome.broken is not None, render(outcome)
+    assert outcome.broken.invariant == invariant, render(outcome)
 
 
 def test_without_a_bug_the_same_run_breaks_nothing() -> None:
     outcome = run(Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], hostile=False))
-    assert outcome.broken is None, words(outcome)
+    assert outcome.broken is None, render(outcome)
     assert outcome.figures.faults["KillKeeper"] == 3
     assert outcome.figures.attaches["daemon"] >= 4
     assert set(outcome.figures.attaches) == {"daemon"}
 
 
-def test_a_seed_decides_what_strikes() -> None:
-    plans = [Plan(seed=7, seconds=60, faults_max=4, only=["PauseEngine", "KillLoopingEngine"]) for _ in range(2)]
-    first, second = (run(plan).history for plan in plans)
-    assert first == second
-    assert len(first) == 4
+def test_a_seed_decides_what_strikes_where() -> None:
+    def steps(seed: int, *, small_disk: bool = True) -> list[tuple[type[Fault], str]]:
+        return list(itertools.islice(Plan(seed=seed, seconds=1).steps(["one", "two"], small_disk=small_disk), 1000))
+
+    assert steps(7) == steps(7)
+    assert steps(7) != steps(8)
+    assert {kind for kind, _ in steps(7)} == set(ALL_FAULTS)
+    assert {place for _, place in steps(7)} == {"one", "two"}
+    assert not any(kind.needs_small_disk for kind, _ in steps(7, small_disk=False))
 
 
 def test_every_fault_has_a_name_and_a_weight() -> None:

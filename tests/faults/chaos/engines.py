@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,8 @@ class Engine:
         if self.process.stdout is None:
             raise ValueError("a process that was started with pipes has them")
         self.records = Records(self.process.stdout, who=f"engine {role} {self.pid}")
+        self.level: Counter[str] | None = None
+        """What it held when it was first looked at with a lease."""
         self._read_to = 0
 
     @property

@@ -26,4 +26,5 @@ class Figures:
     checks: Counter[str] = field(default_factory=Counter)
     keeper_mib_max: float = 0.0
     supervisor_mib_max: float = 0.0
+    engine_mib_max: float = 0.0
     generations: set[str] = field(default_factory=set)

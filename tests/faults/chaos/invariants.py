@@ -51,6 +51,7 @@ def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_w
             said = engine.check(rows="all" if all_rows else "some")
             _require_right_bytes(world, engine, said)
             held[engine.pid] = said
+            _check_engine(world, engine, said)
             for record in engine.news():
                 _judge(world, engine, record, allowed)
     for site in world.sites:
@@ -112,6 +113,17 @@ def _require_right_bytes(world: World, engine: Engine, said: Record) -> None:
         raise Broken("complete", f"{engine.role} {engine.pid} was granted a set without {said['missing']}")
     if said.get("wrong"):
         raise Broken("bytes", f"{engine.role} {engine.pid} reads other bytes than the checkpoint's: {said}")
+
+
+def _check_engine(world: World, engine: Engine, said: Record) -> None:
+    """However often it attached, failed to, or lost its lease: with one lease it holds what it held at first."""
+    world.figures.engine_mib_max = max(world.figures.engine_mib_max, processes.anonymous_mib(engine.pid))
+    if said["state"] != "connected":
+        return
+    now = processes.descriptors(engine.pid) + processes.threads(engine.pid)
+    before, engine.level = engine.level or now, now
+    if now != before:
+        raise Broken("descriptors", f"{engine.role} {engine.pid}: more {now - before}, fewer {before - now}")
 
 
 def _check_leases(world: World, site: Site, held: dict[int, Record]) -> None:

@@ -8,13 +8,14 @@ Each bug is a change of a few lines at a place where a real one might be made. C
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from weightcached.daemon import cli, custody, loading, server, vault
 from weightcached.daemon.claim import Claim
+from weightcached.daemon.generation import Generation
 from weightcached.protocol.fds import OwnedFds
 
 
@@ -41,7 +42,7 @@ def byte_flipped() -> None:
 
 
 def published_half() -> None:
-    """Sealed and published when the worker has been given the memory, half of which it is yet to fill."""
+    """Sealed and published with half of the segment still as it was allocated."""
     seal = loading._seal
 
     def empty_half_and_seal(memory: OwnedFds) -> None:
@@ -56,7 +57,7 @@ def descriptor_leaked() -> None:
     """One for each connection."""
     admit = server.Server._admit
 
-    def leak_and_admit(self: server.Server, accepted: Any) -> None:
+    def leak_and_admit(self: server.Server, accepted: socket.socket) -> None:
         os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         admit(self, accepted)
 
@@ -67,9 +68,9 @@ def process_leaked() -> None:
     """A helper that is started with a generation that is adopted, and forgotten."""
     adopted = custody.Custody.adopted
 
-    def leak_and_adopt(self: custody.Custody, *words: Any) -> None:
+    def leak_and_adopt(self: custody.Custody, generation: Generation) -> None:
         subprocess.Popen(["sleep", "600"])
-        adopted(self, *words)
+        adopted(self, generation)
 
     custody.Custody.adopted = leak_and_adopt  # type: ignore[method-assign]
 

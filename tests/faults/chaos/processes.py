@@ -76,6 +76,14 @@ def _kind(link: str) -> str:
     return link.removesuffix(" (deleted)")
 
 
+def threads(pid: int) -> Counter[str]:
+    """How many threads a process has."""
+    try:
+        return Counter({"thread": len(os.listdir(f"/proc/{pid}/task"))})
+    except _GONE:
+        return Counter()
+
+
 def generations_held(pid: int) -> set[str]:
     """Generations of which a process holds a descriptor or a mapping."""
     held = {match[1] for link in _links(pid) if (match := _WEIGHTS.match(link))}

@@ -36,6 +36,7 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield f"generations seen: {len(figures.generations)}; parameters re-hashed by engines: {figures.rows_compared}"
     keeper_mib, supervisor_mib = figures.keeper_mib_max, figures.supervisor_mib_max
     yield f"own memory, largest: keeper {keeper_mib:.1f} MiB, supervisor {supervisor_mib:.1f} MiB"
+    yield f"engines' own memory, largest: {figures.engine_mib_max:.1f} MiB"
     yield f"checks: {_words(figures.checks.items())}"
     if outcome.broken is None:
         yield "no invariant broken"

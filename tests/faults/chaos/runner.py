@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.faults.chaos import invariants
@@ -49,17 +49,21 @@ class Plan:
     """The supervised command up to its options."""
     hostile: bool = True
 
-    def kinds(self, *, small_disk: bool) -> list[type[Fault]]:
+    def steps(self, places: Sequence[str], *, small_disk: bool) -> Iterator[tuple[type[Fault], str]]:
+        """What strikes, and where, without end: the seed decides, whatever happens."""
         known = {kind.name(): kind for kind in ALL_FAULTS}
         chosen = [known[name] for name in self.only] if self.only else list(ALL_FAULTS)
-        return [kind for kind in chosen if small_disk or not kind.needs_small_disk]
+        kinds = [kind for kind in chosen if small_disk or not kind.needs_small_disk]
+        weights = [kind.weight for kind in kinds]
+        chance = random.Random(self.seed)
+        while True:
+            yield chance.choices(kinds, weights)[0], chance.choice(places)
 
 
 def run(plan: Plan, *, say: bool = False) -> Outcome:
     """Run it to the end, or to the first invariant that does not hold."""
     began_s = time.monotonic()
-    chance = random.Random(plan.seed)
-    world = World(chance, keeper=plan.keeper, hostile=plan.hostile)
+    world = World(random.Random(plan.seed), keeper=plan.keeper, hostile=plan.hostile)
     outcome = Outcome(plan.seed, 0.0, world.figures)
     with world:
         try:
@@ -72,14 +76,14 @@ def run(plan: Plan, *, say: bool = False) -> Outcome:
 
 
 def _run(plan: Plan, world: World, history: list[str], until_s: float, *, say: bool) -> None:
-    kinds = plan.kinds(small_disk=world.digests_tmpfs is not None)
-    weights = [kind.weight for kind in kinds]
+    sites = {site.name: site for site in world.sites}
     invariants.take_levels(world)
     world.populate()
     invariants.check(world, None, frozenset(), keeps_weights=True, all_rows=True)
-    while time.monotonic() < until_s and (plan.faults_max is None or len(history) < plan.faults_max):
-        [kind] = world.random.choices(kinds, weights)
-        site = world.random.choice(world.sites)
+    for kind, place in plan.steps(list(sites), small_disk=world.digests_tmpfs is not None):
+        if time.monotonic() >= until_s or len(history) == plan.faults_max:
+            break
+        site = sites[place]
         history.append(f"{kind.name()} at {site.name}")
         struck_s = time.monotonic()
         kind().strike(world, site)
