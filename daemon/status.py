@@ -93,8 +93,8 @@ def _details(one: Seen) -> list[str]:
     if report.unproven_reason is not None:
         lines.append(f"unproven: {report.unproven_reason}")
     if report.quarantined:
-        nbytes = binary_size(report.quarantined_nbytes)
-        lines.append(f"quarantined: {', '.join(report.quarantined)}, {nbytes}; `weightcached release --quarantined` gives it up")
+        held = f"{', '.join(report.quarantined)}, {binary_size(report.quarantined_nbytes)}"
+        lines.append(f"quarantined: {held}; `weightcached release --quarantined` gives it up")
     if report.last_error is not None:
         lines.append(f"last error: {report.last_error}")
     return [f"{one.place}: {line}" for line in lines]
