@@ -15,7 +15,7 @@ import pytest
 from tests.support.unprivileged import ROOT
 from weightcached.daemon.claim import Claim, take
 from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon
-from weightcached.protocol.peers import AllowList
+from weightcached.protocol.peers import AllowList, peer_of
 from weightcached.protocol.places import Place
 
 NOBODY_ELSE = AllowList()
@@ -163,7 +163,7 @@ RESTARTING = f"""
 import sys
 from pathlib import Path
 from weightcached.daemon.claim import take
-from weightcached.protocol.peers import AllowList
+from weightcached.protocol.peers import AllowList, peer_of
 from weightcached.protocol.places import Place
 place = Place(Path(sys.argv[1]), "default", "host-tp0of1")
 for number in range({RESTARTS}):
@@ -275,3 +275,74 @@ def test_a_parent_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(InvalidPlace, match="choose another --runtime-dir"):
         take(Place(tmp_path / "file" / "run", "d", "host-tp0of1"), NOBODY_ELSE)
+
+
+# A listener that a vault kept
+
+
+def test_a_kept_listener_is_gone_on_with(place: Place) -> None:
+    first, listener = claim_and_listen(place)
+    device, inode = first.bound
+    first.leave()
+    assert not first.unlink(), "the file stays"
+    first.release()
+    second = take(place, NOBODY_ELSE)
+    assert second.adopt(listener, device=device, inode=inode, mode=0o666)
+    assert stat.S_IMODE(place.socket_path.stat().st_mode) == 0o666
+    assert second.bound == (device, inode)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place.socket_path))
+        listener.accept()[0].close()
+    assert second.unlink()
+    assert not place.socket_path.exists()
+    second.release()
+    listener.close()
+
+
+def test_peers_of_a_kept_listener_see_who_serves_now(place: Place) -> None:
+    """Not the process that bound it, which is dead: its pid may be anybody's by now."""
+    program = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); s.bind(sys.argv[2]); s.listen()"
+    place.directory.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        command = [sys.executable, "-c", program, str(listener.fileno()), str(place.socket_path)]
+        subprocess.run(command, pass_fds=[listener.fileno()], check=True)
+        found = place.socket_path.stat()
+        claim = take(place, NOBODY_ELSE)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(place.socket_path))
+            assert peer_of(client).pid != os.getpid()
+        assert claim.adopt(listener, device=found.st_dev, inode=found.st_ino, mode=0o600)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(place.socket_path))
+            assert peer_of(client).pid == os.getpid()
+        claim.release()
+
+
+@pytest.mark.parametrize("there", ["nothing", "another socket", "a plain file"])
+def test_a_kept_listener_that_is_not_behind_the_path_is_not_used(place: Place, there: str) -> None:
+    first, listener = claim_and_listen(place)
+    device, inode = first.bound
+    place.socket_path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        if there == "another socket":
+            other.bind(str(place.socket_path))
+        elif there == "a plain file":
+            place.socket_path.write_text("")
+        assert not first.adopt(listener, device=device, inode=inode, mode=0o666)
+    assert place.socket_path.exists() == (there != "nothing")
+    listener.close()
+    first.release()
+
+
+def test_an_orphaned_socket_file_is_removed_and_a_listening_one_is_not(place: Place) -> None:
+    first, listener = claim_and_listen(place)
+    first.leave()
+    with pytest.raises(PlaceTaken, match="listens at its path"):
+        first.remove_orphan()
+    listener.close()
+    assert first.remove_orphan()
+    assert not first.remove_orphan()
+    place.socket_path.write_text("")
+    with pytest.raises(InvalidPlace):
+        first.remove_orphan()
+    first.release()
