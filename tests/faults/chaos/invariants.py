@@ -27,6 +27,8 @@ KEEPER_MAX_MIB = 64
 SUPERVISOR_MAX_MIB = 24
 SETTLED_WITHIN_S = 15.0
 _PAUSE_S = 0.05
+_MEMORY_SLACK_BYTES = 64 << 10
+"""What manifests and states may differ by: a digest is known or not."""
 
 _T = TypeVar("_T")
 
@@ -38,6 +40,7 @@ def take_levels(world: World) -> None:
         site.generation = report.generation
         _, held = site.look()
         site.levels = {"keeper": _without_connections(held, site.report()), "supervisor": _supervisor_fds(site)}
+    world.memory_nbytes = processes.memfd_nbytes(processes.marked(world.mark))
 
 
 def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_weights: bool, all_rows: bool) -> None:
@@ -229,9 +232,13 @@ def _check_memory(world: World) -> None:
 
     def look() -> None:
         served = {site.generation for site in world.sites}
-        for pid in processes.marked(world.mark):
+        pids = processes.marked(world.mark)
+        for pid in pids:
             if more := processes.generations_held(pid) - served:
                 raise Broken("memory", f"{processes.command(pid)} ({pid}) holds {more}, served are {served}")
+        nbytes = processes.memfd_nbytes(pids)
+        if abs(nbytes - world.memory_nbytes) > _MEMORY_SLACK_BYTES:
+            raise Broken("memory", f"{nbytes} bytes of memory are held, at the beginning {world.memory_nbytes}")
 
     _eventually(look)
     world.figures.checks["memory"] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,6 +90,20 @@ def generations_held(pid: int) -> set[str]:
     with suppress(*_GONE):
         held |= {match[1] for match in _WEIGHTS.finditer(Path(f"/proc/{pid}/maps").read_text(errors="replace"))}
     return held
+
+
+def memfd_nbytes(pids: Iterable[int]) -> int:
+    """Memory behind all memfds of which these processes hold a descriptor, each counted once."""
+    found = {}
+    for pid in pids:
+        with suppress(*_GONE):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{name}"
+                with suppress(*_GONE):
+                    if os.readlink(path).startswith("/memfd:"):
+                        status = os.stat(path)
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 def anonymous_mib(pid: int) -> float:

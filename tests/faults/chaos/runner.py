@@ -76,6 +76,7 @@ def run(plan: Plan, *, say: bool = False) -> Outcome:
 
 
 def _run(plan: Plan, world: World, history: list[str], until_s: float, *, say: bool) -> None:
+    world.start()
     sites = {site.name: site for site in world.sites}
     invariants.take_levels(world)
     world.populate()

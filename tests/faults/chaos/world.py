@@ -40,6 +40,8 @@ class World:
         self.figures = Figures()
         self.forked: set[int] = set()
         """Children of dead engines that still map weights."""
+        self.memory_nbytes = 0
+        """Held when nothing had happened yet."""
         self.mark = secrets.token_hex(8)
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         self.environment = {**os.environ, processes.MARK: self.mark, "PYTHONPATH": os.pathsep.join(paths)}
@@ -58,14 +60,11 @@ class World:
         )
         for folder in (self.folders.run, self.folders.notify, self.folders.logs, self.folders.digests):
             folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            self._build(root)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
         return self
 
-    def _build(self, root: Path) -> None:
+    def start(self) -> None:
+        """Write the checkpoints, and have daemons serve them."""
+        root = Path(self._folder.name)
         for name, shape in _SHAPES.items():
             checkpoint = Checkpoint(root / f"model-{name}", **shape)
             site = Site(name, checkpoint, self.folders, keeper=self._keeper, environment=self.environment)
