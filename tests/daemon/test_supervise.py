@@ -6,6 +6,7 @@ The child (`tests/support/kept_child.py`) stands for a keeper; it speaks with th
 import itertools
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tests.support.kept_child import sealed
 from tests.support.resources import anonymous_nbytes, open_fds
 from tests.support.supervised import BRIEF_CHILD, TIMEOUT_S, Life, Supervised, supervised
 from weightcached.daemon.supervisor.backoff import BackOff
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory.host import SEALS
 
 MIB = 1024 * 1024
@@ -135,8 +137,9 @@ def test_what_was_under_way_when_the_keeper_was_killed_is_kept(supervisor: Super
     life.ask("barrier")
     supervisor.signal(signal.SIGSTOP)  # whatever is sent now stays on its way
     texts = {f"s{number}": f"in flight {number}" for number in range(8)}
-    life.tell("store_and_die", texts=texts)
-    life.wait_dead()
+    with OwnedFds([os.pidfd_open(life.pid)]) as process:
+        life.tell("store_and_die", texts=texts)
+        select.select([process[0]], [], [], TIMEOUT_S)  # now it is dead, and the supervisor finds both at once
     supervisor.signal(signal.SIGCONT)
     again = supervisor.next_life()
     assert {each["name"]: each["text"] for each in again.handed} == {"earlier": "text", **texts}
@@ -333,7 +336,8 @@ def test_a_second_stop_signal_is_forwarded_and_then_the_keeper_is_killed() -> No
         life = supervisor.next_life()
         supervisor.signal(signal.SIGTERM)
         assert life.next_line() == {"signal": "SIGTERM"}
-        assert life.ask("kept") == []  # one signal alone: the keeper takes its time
+        time.sleep(0.4)  # nothing is to happen: after one signal the keeper takes its time
+        assert life.ask("kept") == []
         supervisor.signal(signal.SIGTERM)
         told_s = time.monotonic()
         assert life.next_line() == {"signal": "SIGTERM"}

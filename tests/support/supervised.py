@@ -168,6 +168,9 @@ def supervised(
         running = Supervised(process, control)
         try:
             yield running
+        except BaseException:
+            print("the supervisor's log:", *running.log.lines, sep="\n")
+            raise
         finally:
             if process.poll() is None:
                 process.kill()
