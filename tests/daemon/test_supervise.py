@@ -451,6 +451,19 @@ def test_a_manager_that_does_not_read_is_told_the_last_of_each_later(runtime_dir
             assert sorted(said[-1].split(b"\n")) == [b"READY=1", b"STATUS=at last"]
 
 
+def test_a_manager_that_goes_away_costs_nothing(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(runtime_dir / "manager"))
+        with supervised(environment={"NOTIFY_SOCKET": str(runtime_dir / "manager")}) as supervisor:
+            life = supervisor.next_life()
+            manager.close()
+            life.ask("ready", status="serving")
+            store(life, a="text")
+            assert supervisor.wait_logged("the service manager was not told")["unsaid"] == "READY STATUS"
+            assert kill_and_wait(life, supervisor).names == ["a"]
+
+
 def test_the_managers_watchdog_is_for_us_and_its_interval_for_the_keeper(runtime_dir: Path) -> None:
     runtime_dir.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
