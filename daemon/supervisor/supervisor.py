@@ -55,7 +55,7 @@ class Keeper:
     pid: int
     started_s: float
     alive_s: float | None = None
-    """When it last gave a sign of life. None until it says that it is ready, or gives the first: it is not watched yet."""
+    """When it last gave a sign of life. None, and not watched, until it says that it is ready or gives the first."""
     stopping: bool = False
     """It owes no more signs of life: draining takes as long as it takes, and who wants it to hurry says stop twice."""
 

@@ -544,6 +544,29 @@ def test_options_that_cannot_be_used(arguments: list[str], capfd: pytest.Capture
     assert "weightcached supervise: " in capfd.readouterr().err
 
 
+def test_what_killed_supervisors_left_is_removed(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    environment = {"TMPDIR": str(runtime_dir)}
+    with supervised(environment=environment) as killed, supervised(environment=environment) as living:
+        killed.next_life()
+        life = living.next_life()
+        killed.signal(signal.SIGKILL)
+        killed.process.wait(TIMEOUT_S)
+        assert len(list(runtime_dir.iterdir())) == 2
+        (runtime_dir / "weightcached-supervisor-file").touch()
+        (runtime_dir / "weightcached-supervisor-new").mkdir(mode=0o700)
+        with supervised(environment=environment) as third:
+            notify = Path(third.next_life().hello["environment"]["NOTIFY_SOCKET"]).parent
+            assert {path.name for path in runtime_dir.iterdir()} == {
+                "weightcached-supervisor-file",
+                "weightcached-supervisor-new",
+                notify.name,
+                Path(life.hello["environment"]["NOTIFY_SOCKET"]).parent.name,
+            }
+            store(life, a="the living is not disturbed")
+            assert life.ask("kept") == ["a"]
+
+
 def test_a_folder_that_cannot_be_used(runtime_dir: Path) -> None:
     with supervised(environment={"TMPDIR": str(runtime_dir / "missing")}) as supervisor:
         assert supervisor.wait() == 1
