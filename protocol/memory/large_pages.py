@@ -28,7 +28,8 @@ AHEAD_NBYTES = 2 * STRETCH_NBYTES
 """How far pages are made ahead of writing: enough that no writer comes to a stretch that is being made."""
 
 SLOW_STRETCH_S = 0.02
-"""Longer, and the kernel has to move memory around for each page, or a virtual machine's host has to find it first."""
+"""Of this thread's own processor time. More, and the kernel has to move memory around for each page, or a virtual
+machine's host has to find it first."""
 
 SLOW_IN_A_ROW_MAX = 3
 
@@ -71,9 +72,9 @@ class LargePages:
             if self.gave_up is not None or start >= self._end or start >= written + AHEAD_NBYTES:
                 return
             stop = self._frontier = min(start + STRETCH_NBYTES, self._end)
-        began_s = time.monotonic()
+        began_s = time.thread_time()
         trouble = self._make(start, stop)
-        seconds = time.monotonic() - began_s
+        seconds = time.thread_time() - began_s
         with self._lock:
             if trouble is None:
                 self.made_nbytes += stop - start
