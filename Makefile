@@ -2,7 +2,7 @@
 #
 #   make demo     the whole story on this machine, with a table of measured seconds at the end
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
-#   make bench    the benchmarks, beside other ways to load and share
+#   make bench    the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
 #   make clean    remove `.venv` and what builds and tools leave
 
@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # torch goes in first, and by itself: everything else is then satisfied with the build that is there. Where pip's index
 # serves CUDA builds, a smaller CPU build does as well: make demo TORCH_INSTALL="<any arguments of pip install>".
@@ -28,7 +29,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
