@@ -83,7 +83,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_every_marked_block_is_run_by_a_test() -> None:
-    assert blocks().keys() == {"serve", "attach.py", "engine", "up"}
+    assert blocks().keys() == {"serve", "attach.py", "engine", "up", "supervise"}
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -113,3 +113,11 @@ PYTHON"""
     output = shell.run(commands("up"), then=check)
     for rank in (0, 1):
         assert re.search(rf"^{rank} daemon torch.float8_e4m3fn \(\d+, 1\)$", output, re.M)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_weights_outlive_their_daemon(shell: Shell) -> None:
+    output = shell.run(commands("supervise"), then="! ls .weightcached/kept/*.sock")
+    generations = re.findall(r"^[0-9a-f]{32}$", output, re.M)
+    assert len(generations) == 2, output
+    assert generations[0] == generations[1]
