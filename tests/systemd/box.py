@@ -6,6 +6,9 @@ machine. It boots in about a second, and nothing in it outlives it.
 
 Needs root, systemd and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. The machine's
 files are seen through an overlay; what is written lands in memory. The box dies with the process that made it.
+
+Another systemd than this machine's is tried with ``WEIGHTCACHED_BOX_ROOT=DIR``, the root of another system that this
+Python runs on: ``debootstrap --include=systemd-sysv,dbus,procps,libssl3t64,libffi8 trixie DIR`` makes one.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ TIMEOUT_S = 60.0
 TREES = tuple(dict.fromkeys(Path(tree).resolve() for tree in (ROOT, sys.prefix, sys.base_prefix)))
 """This clone, its Python environment, and the Python behind it."""
 
-_SYSTEMD = Path("/lib/systemd/systemd")
+_BASE = Path(os.environ.get("WEIGHTCACHED_BOX_ROOT", "/"))
+_SYSTEMD = _BASE / "lib/systemd/systemd"
 _TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "systemd-analyze")
 _BOOT = Path(__file__).with_name("boot.sh")
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
@@ -95,6 +99,10 @@ class Box:
             self.command(argv), env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
         )
 
+    @property
+    def systemd_version(self) -> int:
+        return int(self.run("systemctl", "--version").stdout.split()[1])
+
     def show(self, unit: str, key: str) -> str:
         """One property of a unit."""
         return self.run("systemctl", "show", "--property", key, "--value", "--", unit).stdout.strip()
@@ -146,9 +154,9 @@ def running_box(trees: Sequence[Path] = TREES) -> Iterator[Box]:
         # `unshare` waits outside the namespaces. It dies with us, and process 1 inside dies with it.
         outer = subprocess.Popen(
             [
-                *("sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', group, "setpriv", "--pdeathsig", "KILL"),
+                *("sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group), "setpriv", "--pdeathsig", "KILL"),
                 *("unshare", *_NAMESPACES, "--fork", "--kill-child", "--propagation", "private"),
-                *("sh", _BOOT, folder / "scratch", folder / "channel", *trees),
+                *("sh", str(_BOOT), str(_BASE), f"{folder}/scratch", f"{folder}/channel", *map(str, trees)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -157,17 +165,18 @@ def running_box(trees: Sequence[Path] = TREES) -> Iterator[Box]:
         )
         stack.callback(_end, outer)
         _await_ready(notify, outer, folder / "log")
+        notify.close()  # it says more later, and would stand still where nobody reads that
         [inner] = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         yield Box(int(inner))
 
 
 def _await_ready(notify: socket.socket, outer: subprocess.Popen[bytes], log: Path) -> None:
     """Until process 1 says that it has booted."""
-    died = os.pidfd_open(outer.pid)
+    said, died = notify.fileno(), os.pidfd_open(outer.pid)
     try:
         while True:
-            readable, _, _ = select.select([notify, died], [], [], TIMEOUT_S)
-            assert notify in readable, f"systemd did not come up:\n{log.read_text()}"
+            readable, _, _ = select.select([said, died], [], [], TIMEOUT_S)
+            assert said in readable, f"systemd did not come up:\n{log.read_text()}"
             if b"READY=1" in notify.recv(4096).split(b"\n"):
                 return
     finally:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.systemd.box import TREES, Box, missing, running_box
 from tests.systemd.services import Service
 
 MODEL = "/srv/model"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,

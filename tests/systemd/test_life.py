@@ -8,15 +8,11 @@ import pytest
 
 from tests.systemd.box import missing
 from tests.systemd.services import Service, attach_in_box
-from weightcached.daemon.install_units import PRESERVE_SINCE, running_systemd_version
+from weightcached.daemon.install_units import PRESERVE_SINCE
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 KILLS = 20
-
-
-def store_outlives_a_stop() -> bool:
-    return running_systemd_version() >= PRESERVE_SINCE
 
 
 def test_started_is_ready_and_the_vault_holds_the_weights(ranks: tuple[Service, Service]) -> None:
@@ -88,7 +84,7 @@ def test_a_stopped_rank_refuses_loudly_and_others_go_on(ranks: tuple[Service, Se
     stopped.systemctl("start")
     after = stopped.report()
     assert (after.state, after.vault) == ("ready", "kept")
-    kept = store_outlives_a_stop()
+    kept = stopped.box.systemd_version >= PRESERVE_SINCE
     assert (after.generation == before.generation) == kept
     assert (after.bytes_read == 0) == kept
     assert attach_in_box(stopped) == f"daemon {after.generation}"
