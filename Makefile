@@ -2,7 +2,7 @@
 #
 #   make demo     the whole story on this machine, with a table of measured seconds at the end
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
-#   make bench    the benchmarks, beside other ways to load and share
+#   make bench    the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
 #   make soak     half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
 #   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
@@ -12,6 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 SOAK_ARGS ?= --seconds 1800
 
 # torch goes in first, and by itself: everything else is then satisfied with the build that is there. Where pip's index
@@ -31,7 +32,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.chaos $(SOAK_ARGS)

@@ -1,8 +1,8 @@
 """Execution: carries out a load plan. Threads take slabs in order, read, transform, write and digest them.
 
-Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment's, maps nothing, and writes only
-inside the places it is given; what a failed execution has written is of no use. Whether files changed meanwhile is the
-pipeline's question.
+Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment's, leaves nothing mapped, and
+writes only inside the places it is given; what a failed execution has written is of no use. Whether files changed
+meanwhile is the pipeline's question.
 
 All threads work on the same parameter, on neighbouring slabs: they balance whatever the sizes, files are read front to
 back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. XXH3 is some
@@ -30,7 +30,9 @@ from weightcached.loader.quantize import Output, transformed
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
 from weightcached.loader.strategy import choose
+from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.memory.large_pages import LargePages
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +90,10 @@ def execute(
     sizes = {name: os.fstat(fd).st_size for name, fd in files.items()}
     strategy = choose([placed.parameter for placed in placement.placed], sizes)
     log.info("load strategy: %s", strategy.reason)
-    team = _Team(placement, Reader(files, strategy.exact), segment, slab_nbytes, progress)
-    team.run(threads)
+    with LargePages(segment, nbytes=placement.segment_nbytes) as pages:
+        team = _Team(placement, Reader(files, strategy.exact), segment, pages, slab_nbytes, progress)
+        team.run(threads)
+    log.info("large pages: %s", pages)
     return team.executed()
 
 
@@ -105,11 +109,18 @@ class _Team:
     """The threads' shared state. ``_lock`` guards all of it, but a hasher belongs to the thread whose turn it is."""
 
     def __init__(
-        self, placement: Placement, reader: Reader, segment: int, slab_nbytes: int, progress: Progress | None
+        self,
+        placement: Placement,
+        reader: Reader,
+        segment: int,
+        pages: LargePages,
+        slab_nbytes: int,
+        progress: Progress | None,
     ) -> None:
         self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
         self._reader = reader
         self._segment = segment
+        self._pages = pages
         self._slab_nbytes = slab_nbytes
         self._pending: Iterator[Slab] = itertools.chain.from_iterable(
             slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
@@ -118,6 +129,7 @@ class _Team:
         self._turn = threading.Condition(self._lock)
         self._expected: deque[Slab] = deque()
         self._expected_nbytes = 0
+        self._reached = 0
         self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
@@ -152,7 +164,7 @@ class _Team:
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
-            while (slab := self._claim()) is not None:
+            while (slab := self._next()) is not None:
                 if len(buffer) < slab.source_nbytes:
                     buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
                 self._process(slab, buffer[: slab.source_nbytes])
@@ -165,6 +177,11 @@ class _Team:
         for output in outputs:
             _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
         self._digest_in_turn(slab, outputs, read_nbytes)
+
+    def _next(self) -> Slab | None:
+        """Do a share of what has to be ready before slabs come to it, then claim one: nobody waits for us meanwhile."""
+        self._pages.advance(self._reached)
+        return self._claim()
 
     def _claim(self) -> Slab | None:
         """The next slab, or None when there is no more to do. Tells the kernel of those that will follow it."""
@@ -180,6 +197,8 @@ class _Team:
                 return None
             claimed = self._expected.popleft()
             self._expected_nbytes -= claimed.source_nbytes
+            parameter = claimed.parameter
+            self._reached = self._placed[parameter.name].offset + claimed.first * itemsize_bytes(parameter.dtype)
         for slab in fresh:
             self._reader.expect(slab)
         return claimed

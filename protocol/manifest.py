@@ -337,6 +337,23 @@ class Manifest:
         """The same as :meth:`row`, without what no view of the memory needs. Raises what :meth:`row` raises."""
         return self._geometry(self._position[name])
 
+    def geometries(self) -> Iterator[tuple[int, int, _Form, str | None]]:
+        """(segment, offset, form, alias of) of every row in order, at half the price of asking for each.
+
+        Raises what :meth:`row` raises, when it comes to the row that lies.
+        """
+        dims, strides, forms, first = self._dims, self._strides, self._forms, 0
+        for number, (segment, offset, extent, dtype, alias, last) in enumerate(
+            zip(*self._geometry_columns, self._dims_start[1:], strict=True)
+        ):
+            key = (dims[first:last], strides[first:last], dtype, extent)
+            first = last
+            form = forms.get(key) or self._checked_form(key, number)
+            if alias == _NO_ALIAS:
+                yield segment, offset, form, None
+            else:
+                yield segment, offset, form, self._geometry(number).alias_of
+
     def _row(self, number: int) -> Row:
         columns, geometry = self._columns, self._geometry(number)
         return Row(

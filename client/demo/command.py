@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -19,7 +18,8 @@ from pathlib import Path
 
 from weightcached.client.demo import embeddings, engines, report, shards
 from weightcached.client.demo.checkpoint import DemoCheckpoint, make_checkpoint
-from weightcached.client.demo.processes import STOP_SIGNALS, Child, StepFailed, Workshop, signals_later
+from weightcached.client.demo.processes import Child, StepFailed, Workshop
+from weightcached.client.stopping import Stopped, raising_stopped, signals_later
 from weightcached.protocol.command_line import Parser
 
 MISMATCH_EXIT = 1
@@ -46,32 +46,15 @@ def main(argv: Sequence[str]) -> int:
     if lack is not None:
         print(f"weightcached demo: {lack}", file=sys.stderr)
         return FAILED_EXIT
-    previous = {number: signal.signal(number, _raise_stopped) for number in STOP_SIGNALS}
     try:
-        return _run(nbytes, keep=options.keep, say=_Say())
+        with raising_stopped():
+            return _run(nbytes, keep=options.keep, say=_Say())
     except StepFailed as error:
         print(f"weightcached demo: {error}", file=sys.stderr)
         return FAILED_EXIT
-    except _Stopped as stopped:
+    except Stopped as stopped:
         print("weightcached demo: stopped; everything that was started has been ended", file=sys.stderr)
-        return 128 + stopped.signum
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT, raised in the main thread wherever it is."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
-
-
-def _raise_stopped(signum: int, _: object) -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # what follows is the clean-up, and must not be cut short
-    raise _Stopped(signum)
+        return stopped.exit_status
 
 
 def _parser() -> argparse.ArgumentParser:

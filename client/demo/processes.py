@@ -12,15 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from weightcached.client.stopping import signals_later
 from weightcached.protocol.deadline import Deadline
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 _LOG_TAIL_LINES = 15
@@ -76,20 +75,6 @@ class Workshop:
     ) -> None:
         while self._children:
             self._children.pop().stop()
-
-
-@contextmanager
-def signals_later() -> Iterator[None]:
-    """Signals that would stop the demo are held back until the block is over. (A blocked mask would be inherited.)"""
-    received: list[int] = []
-    held = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in held.items():
-            signal.signal(number, handler)
-    for late in received:
-        signal.raise_signal(late)
 
 
 def _first_to_end(*children: Child) -> Child:

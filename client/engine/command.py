@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import signal
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
 from weightcached.client.engine.service import Service
 from weightcached.client.engine.timing import Stages, process_age_s
+from weightcached.client.stopping import Stopped, raising_stopped
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
@@ -63,9 +63,8 @@ def main(argv: Sequence[str]) -> int:
     stages = Stages(already_s=process_age_s())
     options = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    previous = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with ExitStack() as resources:
+        with raising_stopped(), ExitStack() as resources:
             return _run(options, stages, resources)
     except WeightCacheError as error:
         print(f"weightcached engine: {error.code}: {error}", file=sys.stderr)
@@ -73,28 +72,11 @@ def main(argv: Sequence[str]) -> int:
     except RequestRefused as error:  # of --prompt
         print(f"weightcached engine: {error}", file=sys.stderr)
         return USAGE_EXIT
-    except _Stopped as stopped:  # while starting; while serving it is an ordinary end
-        return 128 + stopped.signum
+    except Stopped as stopped:  # while starting; while serving it is an ordinary end
+        return stopped.exit_status
     except Exception:  # noqa: BLE001  # the exit code says that it is a bug; the log says which
         _log.exception("this is a bug in weightcached: please report it with what stands above")
         return BUG_EXIT
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT, raised in the main thread wherever it is: a start that waits for a daemon ends at once."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
-
-
-def _raise_stopped(signum: int, _: object) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # what follows is bounded, and must not be cut short
-    raise _Stopped(signum)
 
 
 def exit_code(error: WeightCacheError) -> int:
@@ -113,7 +95,7 @@ def _run(options: EngineOptions, stages: Stages, resources: ExitStack) -> int:
         server.start()
         _report(options, service, stages, answer, url=server.url)
         threading.Event().wait()
-    except _Stopped:
+    except Stopped:
         pass
     _log.info("stopping: requests under way are finished first")
     if not server.stop(timeout_s=FINISH_TIMEOUT_S):

@@ -7,8 +7,11 @@ what a datagram says. It is a path in a directory of mode 0700: an abstract name
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import os
 import socket
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,8 @@ from weightcached.daemon.notify_protocol import DATAGRAM_MAX_BYTES, DESCRIPTORS_
 from weightcached.protocol.errors import InvalidEnvironment
 from weightcached.protocol.fds import OwnedFds
 
+_PREFIX = "weightcached-supervisor-"
+_SOCKET = "notify"
 _CREDENTIALS = struct.Struct("3i")
 _FD_NBYTES = array.array("i").itemsize
 _CONTROL_NBYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(DESCRIPTORS_MAX * _FD_NBYTES)
@@ -38,14 +43,18 @@ class Mailbox:
     """A bound notify socket at ``path``."""
 
     def __init__(self, parent: Path) -> None:
-        """Make a directory of our own in ``parent`` and bind in it. Raises InvalidEnvironment."""
-        self._directory = parent / f"weightcached-{os.urandom(8).hex()}"
-        self.path = self._directory / "notify"
+        """Make a directory of our own in ``parent`` and bind in it. Raises InvalidEnvironment.
+
+        Those that killed supervisors of this user left in ``parent`` are removed.
+        """
+        self._directory = parent / f"{_PREFIX}{os.urandom(8).hex()}"
+        self.path = self._directory / _SOCKET
         socket_address(str(self.path.absolute()))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             # Before there is an address: a datagram that was sent earlier would come without credentials.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            _sweep(parent)
             self._directory.mkdir(mode=0o700)
             self._socket.bind(str(self.path))
         except OSError as error:
@@ -83,5 +92,26 @@ class Mailbox:
         """Close, and remove the socket and its directory. Safe to call twice."""
         self._socket.close()
         self.path.unlink(missing_ok=True)
-        if self._directory.exists():
+        with contextlib.suppress(FileNotFoundError):
             self._directory.rmdir()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the directories of supervisors that are dead: nobody is bound to the socket any more.
+
+    Only what nobody but this user can have made or changed is touched, whatever else is called like it. One without a
+    socket is left alone: its supervisor may be about to bind.
+    """
+    for directory in parent.glob(f"{_PREFIX}*"):
+        try:
+            found = directory.lstat()
+        except FileNotFoundError:  # its supervisor has just ended
+            continue
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            continue
+        path = directory / _SOCKET
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+            if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another that starts now was faster, or something else is in it
+                    directory.rmdir()

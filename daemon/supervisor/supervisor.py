@@ -26,7 +26,7 @@ from weightcached.daemon.notify_protocol import (
     SUPERVISOR_VARIABLE,
     Notification,
 )
-from weightcached.daemon.supervisor.backoff import BackOff
+from weightcached.daemon.supervisor.backoff import FIRST_S, BackOff
 from weightcached.daemon.supervisor.options import SuperviseOptions
 from weightcached.daemon.supervisor.post import Post
 from weightcached.daemon.supervisor.spawn import CANNOT_EXEC_EXIT, spawn
@@ -55,7 +55,7 @@ class Keeper:
     pid: int
     started_s: float
     alive_s: float | None = None
-    """When it last gave a sign of life. None until it says that it is ready, or gives the first."""
+    """When it last gave a sign of life. None, and not watched, until it says that it is ready or gives the first."""
     stopping: bool = False
     """It owes no more signs of life: draining takes as long as it takes, and who wants it to hurry says stop twice."""
 
@@ -141,7 +141,7 @@ class Supervisor:
                 caught=CAUGHT,
             )
         except OSError as error:  # no process, no memory: they may come back, and what is kept must not go
-            pause_s = self._backoff.pause_after(0.0) or self._backoff.pause_after(0.0)
+            pause_s = max(self._backoff.pause_after(0.0), FIRST_S)
             log.error("the keeper cannot be started", extra={"reason": error.strerror, "again_after_s": pause_s})
             self._start_at_s = time.monotonic() + pause_s
             return

@@ -25,7 +25,12 @@ from weightcached.protocol.errors import InsufficientMemory, TransferError
 _MFD_NOEXEC_SEAL = 0x0008
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+LARGE_PAGE_NBYTES = 2 << 20
+"""Mappings of at least this size begin at a multiple of it: large pages of the segment are then mapped as such."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -96,17 +101,16 @@ class Mapping:
 
     def __init__(self, fd: int, *, nbytes: int, protection: int, flags: int) -> None:
         self.nbytes = nbytes
-        address = _libc.mmap(None, max(nbytes, 1), protection, flags, fd, 0)
-        if address == _MAP_FAILED:
-            number = ctypes.get_errno()
+        try:
+            self.address = _mapped(fd, max(nbytes, 1), protection, flags)
+        except OSError as error:
             raise TransferError(
                 "cannot map a segment",
                 expected=f"{nbytes} bytes of address space",
-                found=os.strerror(number),
+                found=error.strerror,
                 next_step="check limits on address space (ulimit -v) and memory of this process",
-            )
-        self.address: int = address
-        self._unmap = weakref.finalize(self, _libc.munmap, ctypes.c_void_p(address), max(nbytes, 1))
+            ) from error
+        self._unmap = weakref.finalize(self, _libc.munmap, ctypes.c_void_p(self.address), max(nbytes, 1))
         self._unmap.atexit = False
 
     def close(self) -> None:
@@ -126,6 +130,33 @@ class Mapping:
         block = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         block.owner = self  # type: ignore[attr-defined]  # ctypes arrays take attributes; this one holds the mapping
         return memoryview(block).cast("B")
+
+
+def _mapped(fd: int, nbytes: int, protection: int, flags: int) -> int:
+    """The address of a new mapping, aligned where it can hold a large page. Raises OSError."""
+    if nbytes < LARGE_PAGE_NBYTES:
+        return _mmap(None, nbytes, protection, flags, fd)
+    # The kernel aligns mappings only where its switches favour large pages: take more room than needed, and trim it.
+    room = nbytes + LARGE_PAGE_NBYTES
+    base = _mmap(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    try:
+        address = _mmap(-(-base // LARGE_PAGE_NBYTES) * LARGE_PAGE_NBYTES, nbytes, protection, flags | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(base, room)
+        raise
+    end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    for start, stop in ((base, address), (end, base + room)):
+        if stop > start:
+            _libc.munmap(start, stop - start)
+    return address
+
+
+def _mmap(wanted: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    address: int = _libc.mmap(wanted, nbytes, protection, flags, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
 
 
 def map_private(fd: int, *, nbytes: int) -> Mapping:

@@ -46,16 +46,16 @@ class Contender:
 
 
 def _copies() -> Iterator[Contender]:
-    ways: tuple[tuple[str, Group, str], ...] = (
-        ("sendfile", "segment", "segment_sendfile"),
-        ("pread, mapped", "segment", "segment_pread"),
-        ("pwrite from the mapped file", "segment", "segment_pwrite"),
-        ("pread, huge pages", "segment", "segment_huge_pread"),
-        ("pread", "private", "private_pread"),
-        ("pread, huge pages", "private", "private_huge_pread"),
+    ways: tuple[tuple[str, Group, str, tuple[int, ...]], ...] = (
+        ("sendfile", "segment", "segment_sendfile", (1, 2)),
+        ("pwrite from the mapped file", "segment", "segment_pwrite", (2,)),
+        ("pread, mapped", "segment", "segment_pread", (2,)),
+        ("pread, huge pages", "segment", "segment_huge_pread", (2,)),
+        ("pread", "private", "private_pread", (1, 2)),
+        ("pread, huge pages", "private", "private_huge_pread", (2,)),
     )
-    for name, group, function in ways:
-        for threads in (1, 2):
+    for name, group, function, numbers in ways:
+        for threads in numbers:
             yield Contender(
                 f"copy to {group}: {name}, {threads} thread{'s' * (threads > 1)}",
                 group,

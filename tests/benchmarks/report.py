@@ -19,24 +19,25 @@ def targets_table(targets: Iterable[Target]) -> Table:
 
 
 def text(table: Table) -> str:
-    """For a terminal: columns padded, numbers to the right."""
-    widths = [max(len(row[column]) for row in (table.columns, *table.rows)) for column in range(len(table.columns))]
-    lines = [f"── {table.title} ──", _line(table.columns, widths), "  ".join("─" * width for width in widths)]
-    lines += [_line(row, widths) for row in table.rows]
-    lines += [f"  {note}" for note in table.notes]
-    return "\n".join(lines)
+    """For a terminal: columns padded, columns of numbers to the right."""
+    columns = [[row[number] for row in table.rows] for number in range(len(table.columns))]
+    widths = [max(map(len, (head, *cells))) for head, cells in zip(table.columns, columns, strict=True)]
+    right = [bool(cells) and all(_is_number(cell) for cell in cells) for cells in columns]
 
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if numeric else cell.ljust(width)
+            for cell, width, numeric in zip(cells, widths, right, strict=True)
+        )
+        return "  ".join(padded).rstrip()
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.ljust(width) if number == 0 or not _is_number(cell) else cell.rjust(width)
-        for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest]).rstrip()
+    rule = "  ".join("─" * width for width in widths)
+    notes = [f"  {note}" for note in table.notes]
+    return "\n".join([f"── {table.title} ──", line(table.columns), rule, *map(line, table.rows), *notes])
 
 
 def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell in ("", "–")
+    return cell == "" or (cell[0].isdigit() and not cell[-1].isalpha()) or cell.endswith((" GiB", " MiB"))
 
 
 def markdown(table: Table) -> str:

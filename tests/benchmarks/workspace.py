@@ -23,7 +23,7 @@ class Workspace:
 
     def __init__(self, parent: Path | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="weightcached-bench-", dir=parent))
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="wcb-", dir="/tmp"))
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="wcbench-", dir="/tmp"))
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -70,6 +70,18 @@ def test_asking_twice_or_by_a_tied_name_gives_the_same_object(grant: HonestGrant
             weights["nothing"]
 
 
+def test_all_at_once_are_the_same_objects_in_the_same_order(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        asked_before = weights["scale"]
+        items = dict(weights.items())
+        assert list(items) == list(weights)
+        assert items["scale"] is asked_before
+        assert items["lm_head.weight"] is items["model.norm.weight"]
+        assert all(tensor is weights[name] for name, tensor in items.items())
+        assert list(map(id, weights.values())) == list(map(id, items.values()))
+        assert {name: raw(items[name]) for name in TENSORS} == {name: one.data for name, one in TENSORS.items()}
+
+
 def test_ten_threads_that_ask_for_the_same_names_get_the_same_objects(grant: HonestGrant, opened: Open) -> None:
     with opened(grant) as weights:
         barrier, seen = threading.Barrier(10), []
@@ -107,6 +119,8 @@ def test_a_closed_set_says_so(grant: HonestGrant, opened: Open) -> None:
     weights.close()
     with pytest.raises(ValueError, match="closed"):
         weights["codes"]
+    with pytest.raises(ValueError, match="closed"):
+        weights.values()
     assert "codes" in weights  # the names are known for ever
 
 
@@ -229,16 +243,23 @@ def test_no_manifest_makes_a_tensor_that_reaches_out_of_its_segment(
     segments = map_segments([fuzzed.fds[1]], [len(fuzzed.segment)])
     weights = WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
     first, last = segments[0].address, segments[0].address + segments[0].nbytes
+    lies = 0
     with weights:
         for name in weights:
             try:
                 tensor = weights[name]
             except TransferError:
+                lies += 1
                 continue
             if tensor.numel():
                 extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
                 assert first <= tensor.data_ptr()
                 assert tensor.data_ptr() + extent * tensor.itemsize <= last
+        if lies:
+            with pytest.raises(TransferError):
+                weights.values()
+        else:
+            assert len(weights.values()) == len(weights)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ The child (`tests/support/kept_child.py`) stands for a keeper; it speaks with th
 import itertools
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tests.support.kept_child import sealed
 from tests.support.resources import anonymous_nbytes, open_fds
 from tests.support.supervised import BRIEF_CHILD, TIMEOUT_S, Life, Supervised, supervised
 from weightcached.daemon.supervisor.backoff import BackOff
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory.host import SEALS
 
 MIB = 1024 * 1024
@@ -135,8 +137,9 @@ def test_what_was_under_way_when_the_keeper_was_killed_is_kept(supervisor: Super
     life.ask("barrier")
     supervisor.signal(signal.SIGSTOP)  # whatever is sent now stays on its way
     texts = {f"s{number}": f"in flight {number}" for number in range(8)}
-    life.tell("store_and_die", texts=texts)
-    life.wait_dead()
+    with OwnedFds([os.pidfd_open(life.pid)]) as process:
+        life.tell("store_and_die", texts=texts)
+        select.select([process[0]], [], [], TIMEOUT_S)  # now it is dead, and the supervisor finds both at once
     supervisor.signal(signal.SIGCONT)
     again = supervisor.next_life()
     assert {each["name"]: each["text"] for each in again.handed} == {"earlier": "text", **texts}
@@ -333,7 +336,8 @@ def test_a_second_stop_signal_is_forwarded_and_then_the_keeper_is_killed() -> No
         life = supervisor.next_life()
         supervisor.signal(signal.SIGTERM)
         assert life.next_line() == {"signal": "SIGTERM"}
-        assert life.ask("kept") == []  # one signal alone: the keeper takes its time
+        time.sleep(0.4)  # nothing is to happen: after one signal the keeper takes its time
+        assert life.ask("kept") == []
         supervisor.signal(signal.SIGTERM)
         told_s = time.monotonic()
         assert life.next_line() == {"signal": "SIGTERM"}
@@ -447,6 +451,19 @@ def test_a_manager_that_does_not_read_is_told_the_last_of_each_later(runtime_dir
             assert sorted(said[-1].split(b"\n")) == [b"READY=1", b"STATUS=at last"]
 
 
+def test_a_manager_that_goes_away_costs_nothing(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(runtime_dir / "manager"))
+        with supervised(environment={"NOTIFY_SOCKET": str(runtime_dir / "manager")}) as supervisor:
+            life = supervisor.next_life()
+            manager.close()
+            life.ask("ready", status="serving")
+            store(life, a="text")
+            assert supervisor.wait_logged("the service manager was not told")["unsaid"] == "READY STATUS"
+            assert kill_and_wait(life, supervisor).names == ["a"]
+
+
 def test_the_managers_watchdog_is_for_us_and_its_interval_for_the_keeper(runtime_dir: Path) -> None:
     runtime_dir.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -525,6 +542,29 @@ def test_options_that_cannot_be_used(arguments: list[str], capfd: pytest.Capture
         main(arguments)
     assert stopped.value.code == 64
     assert "weightcached supervise: " in capfd.readouterr().err
+
+
+def test_what_killed_supervisors_left_is_removed(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    environment = {"TMPDIR": str(runtime_dir)}
+    with supervised(environment=environment) as killed, supervised(environment=environment) as living:
+        killed.next_life()
+        life = living.next_life()
+        killed.signal(signal.SIGKILL)
+        killed.process.wait(TIMEOUT_S)
+        assert len(list(runtime_dir.iterdir())) == 2
+        (runtime_dir / "weightcached-supervisor-file").touch()
+        (runtime_dir / "weightcached-supervisor-new").mkdir(mode=0o700)
+        with supervised(environment=environment) as third:
+            notify = Path(third.next_life().hello["environment"]["NOTIFY_SOCKET"]).parent
+            assert {path.name for path in runtime_dir.iterdir()} == {
+                "weightcached-supervisor-file",
+                "weightcached-supervisor-new",
+                notify.name,
+                Path(life.hello["environment"]["NOTIFY_SOCKET"]).parent.name,
+            }
+            store(life, a="the living is not disturbed")
+            assert life.ask("kept") == ["a"]
 
 
 def test_a_folder_that_cannot_be_used(runtime_dir: Path) -> None:

@@ -242,6 +242,24 @@ def test_a_private_mapping_reserves_no_swap(exported: int) -> None:
     mapping.close()
 
 
+def virtual_nbytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("extra", [0, 1, mmap.PAGESIZE, host.LARGE_PAGE_NBYTES - 1])
+def test_a_mapping_that_can_hold_a_large_page_begins_at_one_and_takes_no_more_room(extra: int) -> None:
+    nbytes = host.LARGE_PAGE_NBYTES + extra
+    with OwnedFds([host.allocate(nbytes, name="aligned")]) as fds:
+        before = virtual_nbytes()
+        mapping = host.map_private(fds[0], nbytes=nbytes)
+        assert mapping.address % host.LARGE_PAGE_NBYTES == 0
+        assert virtual_nbytes() - before == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert [mapping.view()[at] for at in (0, nbytes - 1)] == [0, 0]
+        mapping.close()
+        assert virtual_nbytes() == before
+
+
 def test_where_address_space_is_short_the_error_says_so(exported: int) -> None:
     def map_too_much() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

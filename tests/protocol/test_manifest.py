@@ -100,6 +100,9 @@ def test_rows_come_back_as_they_went_in(placed) -> None:
     assert decoded.meta == meta
     assert decoded.accounting == ACCOUNTING
     assert decoded.content_nbytes == sum(row.nbytes for row in rows if row.alias_of is None)
+    assert list(decoded.geometries()) == [
+        (row.segment, row.offset, (row.shape, row.stride, row.dtype), row.alias_of) for row in rows
+    ]
     for row in rows:
         geometry = decoded.geometry(row.name)
         assert geometry._asdict() == {name: getattr(row, name) for name in geometry._fields}

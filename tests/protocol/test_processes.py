@@ -49,7 +49,7 @@ def test_a_process_steps_back_behind_all_others() -> None:
     program = """
 import os
 from weightcached.protocol.processes import lower_priority
-print(lower_priority(), os.getpriority(os.PRIO_PROCESS, 0))
+print(lower_priority(), os.getpriority(os.PRIO_PROCESS, 0), flush=True)
 os.execvp("ionice", ["ionice", "-p", str(os.getpid())])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -156,8 +156,10 @@ def supervised(
         control.listen()
         control.settimeout(TIMEOUT_S)
         command = program or (sys.executable, *map(str, child), f"{folder}/control")
+        # A test run that is killed takes its supervisors with it. (What a prefix starts is not our child.)
+        dying = [] if prefix else ["--parent-pid", str(os.getpid())]
         process = subprocess.Popen(
-            [*prefix, *SUPERVISE, "--log-format", "json", "--log-level", "debug", *options, "--", *command],
+            [*prefix, *SUPERVISE, "--log-format", "json", "--log-level", "debug", *dying, *options, "--", *command],
             env={**os.environ, "TMPDIR": folder, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -168,6 +170,9 @@ def supervised(
         running = Supervised(process, control)
         try:
             yield running
+        except BaseException:
+            print("the supervisor's log:", *running.log.lines, sep="\n")
+            raise
         finally:
             if process.poll() is None:
                 process.kill()

@@ -9,10 +9,10 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 
-def result(seconds: float, tensors: Mapping[str, torch.Tensor], sample: str) -> dict[str, Any]:
-    """The answer of a contender that makes tensors. Taken after the clock has stopped."""
+def result(taken: Mapping[str, float], tensors: Mapping[str, torch.Tensor], sample: str) -> dict[str, Any]:
+    """The answer of a contender that makes tensors; ``taken`` is what its clock read at the end."""
     return {
-        "seconds": seconds,
+        **taken,
         "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
         "sample": xxh3_128_hexdigest(tensors[sample].contiguous().view(torch.uint8).numpy().tobytes()),
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.clock import Clock
 from tests.benchmarks.page_cache import make_warm
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
@@ -18,7 +19,7 @@ from weightcached.protocol.memory import host
 
 def load(directory: str, files: Sequence[str], sample: str, layout: str) -> dict[str, Any]:
     """Headers, plan, memory, bytes, digests of rows, the check that nothing changed, seals: what a worker does."""
-    began_s = time.perf_counter()
+    clock, began_s = Clock(), time.perf_counter()
     model_dir = Path(directory)
     config = build_config(model_dir, layout=layout, tp_size=1, tp_rank=0)
     with open_checkpoint(model_dir) as checkpoint:
@@ -28,10 +29,10 @@ def load(directory: str, files: Sequence[str], sample: str, layout: str) -> dict
         segment = host.allocate(prepared.placement.segment_nbytes, name="benchmark")
         loaded = pipeline.load(checkpoint, prepared, segment)
         host.seal(segment)
-    seconds = time.perf_counter() - began_s
+    taken = clock.read()
     (row,) = (row for row in loaded.rows if row.name == sample)
     return {
-        "seconds": seconds,
+        **taken,
         "nbytes": sum(row.nbytes for row in loaded.rows if row.alias_of is None),
         "sample": row.digest.hex(),
         "stages": {"open": opened_s - began_s, "plan": prepared_s - opened_s, **loaded.figures.seconds},

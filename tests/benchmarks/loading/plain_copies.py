@@ -12,11 +12,12 @@ import itertools
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xxhash import xxh3_128
+
+from tests.benchmarks.clock import Clock
 
 PIECE_BYTES = 16 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -82,23 +83,23 @@ def segment_sendfile(files: Sequence[str], sample: Sequence[int], threads: int, 
             sent = os.sendfile(local.fd, source, offset, nbytes)
             offset, nbytes = offset + sent, nbytes - sent
 
-    began_s = time.perf_counter()
+    clock = Clock()
     segment = Segment(_total(files), mapped=False)
     _copy_all(files, copy, threads)
-    return _result(began_s, segment, files, sample)
+    return _result(clock.read(), segment, files, sample)
 
 
 def segment_pread(files: Sequence[str], sample: Sequence[int], threads: int, directory: str) -> dict[str, Any]:
     """``pread`` into a mapped segment."""
-    began_s = time.perf_counter()
+    clock = Clock()
     segment = Segment(_total(files), mapped=True)
     _copy_all(files, _into(segment.view), threads)
-    return _result(began_s, segment, files, sample)
+    return _result(clock.read(), segment, files, sample)
 
 
 def segment_pwrite(files: Sequence[str], sample: Sequence[int], threads: int, directory: str) -> dict[str, Any]:
     """``pwrite`` into a segment from the mapped file."""
-    began_s = time.perf_counter()
+    clock = Clock()
     segment = Segment(_total(files), mapped=False)
     sources: dict[int, memoryview] = {}
 
@@ -111,7 +112,7 @@ def segment_pwrite(files: Sequence[str], sample: Sequence[int], threads: int, di
             offset, at, nbytes = offset + written, at + written, nbytes - written
 
     _copy_all(files, copy, threads)
-    return _result(began_s, segment, files, sample)
+    return _result(clock.read(), segment, files, sample)
 
 
 def segment_huge_pread(files: Sequence[str], sample: Sequence[int], threads: int, directory: str) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def segment_huge_pread(files: Sequence[str], sample: Sequence[int], threads: int
 
     It works whatever ``shmem_enabled`` says, except ``deny``, but not on nothing: each huge page needs one small page.
     """
-    began_s = time.perf_counter()
+    clock = Clock()
     segment = Segment(_total(files), mapped=True)
     prepared: set[int] = set()
     refused: list[str] = []
@@ -147,23 +148,23 @@ def segment_huge_pread(files: Sequence[str], sample: Sequence[int], threads: int
         fill(source, offset, at, nbytes)
 
     _copy_all(files, copy, threads)
-    return {**_result(began_s, segment, files, sample), "pieces_of_small_pages": refused}
+    return {**_result(clock.read(), segment, files, sample), "pieces_of_small_pages": refused}
 
 
 def private_pread(files: Sequence[str], sample: Sequence[int], threads: int, directory: str) -> dict[str, Any]:
     """``pread`` into private memory of ordinary pages."""
-    began_s = time.perf_counter()
+    clock = Clock()
     memory = Private(_total(files), huge=False)
     _copy_all(files, _into(memory.view), threads)
-    return _result(began_s, memory, files, sample)
+    return _result(clock.read(), memory, files, sample)
 
 
 def private_huge_pread(files: Sequence[str], sample: Sequence[int], threads: int, directory: str) -> dict[str, Any]:
     """``pread`` into private memory of huge pages."""
-    began_s = time.perf_counter()
+    clock = Clock()
     memory = Private(_total(files), huge=True)
     _copy_all(files, _into(memory.view), threads)
-    return _result(began_s, memory, files, sample)
+    return _result(clock.read(), memory, files, sample)
 
 
 def _into(view: memoryview) -> CopyPiece:
@@ -217,10 +218,11 @@ def _pieces(sources: Sequence[int]) -> itertools.chain[tuple[int, int, int, int]
     )
 
 
-def _result(began_s: float, memory: Segment | Private, files: Sequence[str], sample: Sequence[int]) -> dict[str, Any]:
+def _result(
+    taken: Mapping[str, float], memory: Segment | Private, files: Sequence[str], sample: Sequence[int]
+) -> dict[str, Any]:
     """``sample`` is (number of the file, offset, bytes) of one tensor."""
-    seconds = time.perf_counter() - began_s
     number, offset, nbytes = sample
     before = _total(files[:number])
     digest = xxh3_128(memory.read(before + offset, nbytes)).hexdigest()
-    return {"seconds": seconds, "nbytes": _total(files), "sample": digest}
+    return {**taken, "nbytes": _total(files), "sample": digest}

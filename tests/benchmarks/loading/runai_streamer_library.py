@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from runai_model_streamer import SafetensorsStreamer
 
+from tests.benchmarks.clock import Clock
 from tests.benchmarks.loading.kept import result
 
 
@@ -24,9 +24,9 @@ def private_copies(directory: str, files: Sequence[str], sample: str) -> dict[st
 
 def _stream(files: Sequence[str], sample: str, *, owned: bool) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
-    began_s = time.perf_counter()
+    clock = Clock()
     with SafetensorsStreamer() as streamer:
         streamer.stream_files(list(files), owned=owned)
         for name, tensor in streamer.get_tensors():
             tensors[name] = tensor if owned else tensor.clone()
-    return result(time.perf_counter() - began_s, tensors, sample)
+    return result(clock.read(), tensors, sample)
