@@ -34,6 +34,7 @@ class Service:
     tp_rank: int = 0
     tp_size: int = 1
     name: str = "default"
+    layout: str = "fused"
 
     @property
     def unit(self) -> str:
@@ -73,7 +74,7 @@ class Service:
     def hello(self) -> Hello:
         """What an engine says that knows its checkpoint's digest: it is granted as soon as there is something."""
         model = self.box.path(self.model)
-        return hello_for(model, layout="fused", tp_size=self.tp_size, tp_rank=self.tp_rank, digest=self.digest)
+        return hello_for(model, layout=self.layout, tp_size=self.tp_size, tp_rank=self.tp_rank, digest=self.digest)
 
     def attach(self, hello: Hello, *, other_than: str | None = None) -> Grant:
         """Be granted, by another keeper than the one with the nonce ``other_than``. Waits in the backlog, and for the
