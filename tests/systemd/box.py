@@ -23,9 +23,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tests.support.daemons import Log
 from tests.support.unprivileged import ROOT
 
 TIMEOUT_S = 60.0
@@ -58,6 +59,22 @@ def missing() -> str | None:
 def _cgroup2() -> Path | None:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     return next((Path(point) for _, point, kind, *_ in mounts if kind == "cgroup2"), None)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program that runs in a box. ``log`` is what it writes to standard output."""
+
+    process: subprocess.Popen[str]
+    log: Log
+
+    def end(self) -> int:
+        """Close its standard input and wait for its end; the exit status. Safe to call twice."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        status = self.process.wait(TIMEOUT_S)
+        self.log.join()
+        return status
 
 
 class Box:
@@ -93,11 +110,18 @@ class Box:
         assert not ok or done.returncode == 0, f"{argv}: status {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
-    def popen(self, *argv: str | Path, **options: Any) -> subprocess.Popen[str]:
-        """Start, with pipes to standard input and from standard output. The caller ends it."""
-        return subprocess.Popen(
-            self.command(argv), env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+    @contextmanager
+    def started(self, *argv: str | Path) -> Iterator[Started]:
+        """Start inside, as root. Killed at the end if it still runs."""
+        process = subprocess.Popen(
+            self.command(argv), env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        started = Started(process, Log(process.stdout))
+        try:
+            yield started
+        finally:
+            _kill_children(process.pid)  # `nsenter` waits out here, and ends as what it started does
+            started.end()
 
     @property
     def systemd_version(self) -> int:
@@ -166,8 +190,8 @@ def running_box(trees: Sequence[Path] = TREES) -> Iterator[Box]:
         stack.callback(_end, outer)
         _await_ready(notify, outer, folder / "log")
         notify.close()  # it says more later, and would stand still where nobody reads that
-        [inner] = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
-        yield Box(int(inner))
+        [inner] = _children(outer.pid)
+        yield Box(inner)
 
 
 def _await_ready(notify: socket.socket, outer: subprocess.Popen[bytes], log: Path) -> None:
@@ -186,9 +210,20 @@ def _await_ready(notify: socket.socket, outer: subprocess.Popen[bytes], log: Pat
 def _end(outer: subprocess.Popen[bytes]) -> None:
     """Kill process 1 inside: the kernel ends everything in there before it is gone."""
     if outer.poll() is None:
-        for inner in Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split():
-            os.kill(int(inner), signal.SIGKILL)
+        _kill_children(outer.pid)
         outer.wait(TIMEOUT_S)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _kill_children(pid: int) -> None:
+    for child in _children(pid):
+        os.kill(child, signal.SIGKILL)
 
 
 def _remove_groups(group: Path) -> None:
