@@ -4,7 +4,7 @@ machine. It boots in about a second, and nothing in it outlives it.
     with running_box() as box:
         box.run("systemctl", "is-system-running")
 
-Needs root, systemd and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. The machine's
+Needs root, systemd, dbus and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. The machine's
 files are seen through an overlay; what is written lands in memory. The box dies with the process that made it.
 
 Another systemd than this machine's is tried with ``WEIGHTCACHED_BOX_ROOT=DIR``, the root of another system that this
@@ -36,6 +36,7 @@ TREES = tuple(dict.fromkeys(Path(tree).resolve() for tree in (ROOT, sys.prefix, 
 
 _BASE = Path(os.environ.get("WEIGHTCACHED_BOX_ROOT", "/"))
 _SYSTEMD = _BASE / "lib/systemd/systemd"
+_DBUS = _BASE / "usr/bin/dbus-daemon"
 _TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "systemd-analyze")
 _BOOT = Path(__file__).with_name("boot.sh")
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
@@ -46,8 +47,9 @@ def missing() -> str | None:
     """What a box would need and this machine lacks, or ``None``."""
     if os.geteuid() != 0:
         return "needs root"
-    if not _SYSTEMD.exists():
-        return "needs systemd (apt-get install systemd)"
+    for name, file in (("systemd", _SYSTEMD), ("dbus", _DBUS)):
+        if not file.exists():
+            return f"needs {name} (apt-get install {name})"
     if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(lacking)}"
     hierarchy = _cgroup2()
