@@ -4,8 +4,9 @@ machine. It boots in about a second, and nothing in it outlives it.
     with running_box() as box:
         box.run("systemctl", "is-system-running")
 
-Needs root, systemd, dbus and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. The machine's
-files are seen through an overlay; what is written lands in memory. The box dies with the process that made it.
+Needs root, systemd, dbus and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. This
+machine's files are seen through an overlay; what is written lands in memory. The box dies with the process that made
+it.
 
 Another systemd than this machine's is tried with ``WEIGHTCACHED_BOX_ROOT=DIR``, the root of another system that this
 Python runs on: ``debootstrap --include=systemd-sysv,dbus,procps,libssl3t64,libffi8 trixie DIR`` makes one.
