@@ -2,7 +2,7 @@
 #
 #   make demo     the whole story on this machine, with a table of measured seconds at the end
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
-#   make bench    the benchmarks, beside other ways to load and share (make bench BENCH_ARGS="attach --quick")
+#   make bench    the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
 #   make soak     half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
 #   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)

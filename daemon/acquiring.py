@@ -7,6 +7,7 @@ checks of what came back are ``adoption.py``'s, one attempt to load is ``loading
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -56,6 +57,30 @@ class Adopted:
     unproven: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """The same content at the path that is asked for now: from here on the weights are from there."""
+
+    origin: Origin
+    provenance: Provenance
+    verdict: Proven
+
+    def applied(self, generation: Generation) -> Generation:
+        moved = dataclasses.replace(
+            generation, origin=self.origin, provenance=self.provenance, digest=self.verdict.answer.digest
+        )
+        receipts = self.verdict.receipts
+        return moved if receipts is None else moved.with_receipts(receipts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What is known about the files of weights that are adopted: why they are unproven, or where they were proven."""
+
+    unproven: str | None
+    elsewhere: _Elsewhere | None
+
+
 class Acquiring:
     """Used once, by the keeper. Moves the state to ``adopting`` and ``loading``; never further."""
 
@@ -102,7 +127,7 @@ class Acquiring:
         try:
             recorded = custody.record.generation(generation_id)
             whole = await examine(generation_id, custody.candidates[generation_id], recorded)
-            unproven = await self._require_wanted(whole)
+            standing = await self._require_wanted(whole)
             if self._options.verify_on_adopt:
                 await _verify(whole)
         except WeightCacheError as error:
@@ -112,23 +137,25 @@ class Acquiring:
             if isinstance(error, TransferError):
                 await custody.refuse(generation_id)
             return None
-        return self._take(whole, unproven)
+        return self._take(whole, standing)
 
-    def _take(self, whole: Whole, unproven: str | None) -> Adopted:
+    def _take(self, whole: Whole, standing: _Standing) -> Adopted:
         origin = Origin.of(self._options.model)
         nowhere = Provenance(path=origin.model_dir, host=os.uname().nodename)
         generation = whole.generation(self._custody.holdings.take, provenance=nowhere, origin=origin)
+        proven = ProvenReceipts(whole.record.proven_receipts if whole.record is not None else ())
+        if standing.elsewhere is not None:
+            generation = standing.elsewhere.applied(generation)
         self._custody.adopted(generation)
         self._record.config = whole.config
         self._record.model_path = generation.origin.model_dir
-        return Adopted(generation, ProvenReceipts(whole.record.proven_receipts if whole.record else ()), unproven)
+        return Adopted(generation, proven, standing.unproven)
 
-    async def _require_wanted(self, whole: Whole) -> str | None:
-        """Raises the reason why it is not what the options ask for. Returns why the files are not proven, if so."""
+    async def _require_wanted(self, whole: Whole) -> _Standing:
+        """Raises the reason why it is not what the options ask for."""
         origin = _origin_of(whole)
         if origin is not None and not origin.is_what(self._options.model):
-            await self._require_same_content(whole, origin)
-            return None
+            return _Standing(None, await self._require_same_content(whole, origin))
         model_dir = Path(origin.model_dir if origin is not None else self._options.model)
         try:
             async with asyncio.timeout(CONFIG_TIMEOUT_S):
@@ -139,30 +166,33 @@ class Acquiring:
             reason = str(error)
         else:
             require_same_config(whole.config, asked)
-            return "the files were not looked at yet"
+            return _Standing("the files were not looked at yet", None)
         log.warning("adopting without config.json", extra={"reason": reason})
         require_same_config(whole.config, with_options(whole.config, self._options))
-        return reason
+        return _Standing(reason, None)
 
-    async def _require_same_content(self, whole: Whole, origin: Origin) -> None:
+    async def _require_same_content(self, whole: Whole, origin: Origin) -> _Elsewhere:
         """Another checkpoint was asked for than the one that is here: only its content can say that it is the same."""
         self._record.progress.update("prove")
         asked = await self._origin()
-        require_same_config(whole.config, await self._read_config(Path(asked.model_dir)))
+        model_dir = Path(asked.model_dir)
+        require_same_config(whole.config, await self._read_config(model_dir))
+        provenance = await in_thread(lambda: provenance_of(model_dir))
         answer = await compute(
             asked.model_dir,
             cache_dir=self._options.cache_dir,
             trusted_filesystems=self._options.trusted_filesystems,
         )
         verdict = compare(whole.evidence(origin.model_dir), answer)
+        if isinstance(verdict, Proven):
+            return _Elsewhere(asked, provenance, verdict)
         if isinstance(verdict, Contradicted):
             raise verdict.error
-        if not isinstance(verdict, Proven):
-            raise CheckpointUnproven(
-                "the kept weights cannot be shown to be the checkpoint that was asked for, so it is loaded anew",
-                expected=asked.model_dir,
-                found=f"weights from {origin.model_dir}; {verdict.reason}",
-            )
+        raise CheckpointUnproven(
+            "the kept weights cannot be shown to be the checkpoint that was asked for, so it is loaded anew",
+            expected=asked.model_dir,
+            found=f"weights from {origin.model_dir}; {verdict.reason}",
+        )
 
     # Loading
 

@@ -71,6 +71,8 @@ class Claim:
             return False
         if not stat.S_ISSOCK(found.st_mode) or (found.st_dev, found.st_ino) != (device, inode):
             return False
+        if listener.getsockname() not in (str(self.place.binding_path), str(path)):
+            return False  # it may be behind any other path
         listener.setblocking(False)
         listener.listen(BACKLOG)  # again: from now on peers see this process, and not the dead one that bound it
         if stat.S_IMODE(found.st_mode) != mode:

@@ -88,6 +88,10 @@ class Keeper:
             log.info("listening", extra={"socket": str(options.place.socket_path)})
             endpoint.start()
             await self._serve(custody, server)
+        except BaseException:
+            if self._vault.keeps:
+                self._claim.leave()
+            raise
         finally:
             stop_signals(block=True)
             await endpoint.close()
@@ -128,8 +132,9 @@ class Keeper:
         served = generation.id if generation is not None else None
         server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
         await self._drain(server)
-        if not told and self._vault.keeps:
-            self._claim.leave()  # a bug ends us: whoever starts us again hands everything to the next keeper
+        handing_on = self._vault.keeps and not told  # a bug ends us: all that is kept is the next keeper's
+        if handing_on:
+            self._claim.leave()
         elif custody.outlives_stop and not self._give_up:
             await custody.give_up_listener()
             self._claim.leave()  # weights are still kept: until they are served again, clients are refused
@@ -139,7 +144,7 @@ class Keeper:
             if generation is not None:
                 generation.memory.close()
             self._claim.unlink()
-        await server.close()
+        await server.close(refuse_backlog=not handing_on)
         if generation is not None:
             generation.memory.close()
         record.machine.move(State.STOPPED)

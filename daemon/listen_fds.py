@@ -46,10 +46,10 @@ def take_handed_over(environment: MutableMapping[str, str] = os.environ) -> Hand
             "left-overs, unset LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES",
         )
     count = _count(count_text)
-    names = _names(names_text, count)
     fds = range(FIRST, FIRST + count)
-    for fd in fds:
+    for fd in fds:  # first: until it is seen to be true the count is only a number, and may be a huge one
         _require_inherited(fd, count)
+    names = _names(names_text, count)
     for fd in fds:
         os.set_inheritable(fd, False)
     return HandedOver(names, OwnedFds(fds))

@@ -7,15 +7,11 @@
 from __future__ import annotations
 
 import argparse
-import grp
-import pwd
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser
+from weightcached.protocol.command_line import Parser, group_id, user_id
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
@@ -204,26 +200,6 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value
-
-
-def user_id(text: str) -> int:
-    """A user id from a number or a name."""
-    return _id(text, lambda name: pwd.getpwnam(name).pw_uid)
-
-
-def group_id(text: str) -> int:
-    """A group id from a number or a name."""
-    return _id(text, lambda name: grp.getgrnam(name).gr_gid)
-
-
-def _id(text: str, look_up: Callable[[str], int]) -> int:
-    try:
-        value = int(text) if re.fullmatch("-?[0-9]+", text) else look_up(text)
-    except KeyError as error:
-        raise argparse.ArgumentTypeError(f"there is no {text!r} on this machine") from error
-    if not 0 <= value < 2**32 - 1:
-        raise argparse.ArgumentTypeError("a user or group id is expected")
     return value
 
 

@@ -80,10 +80,7 @@ class Publishing:
     def _judged(self, verdict: Verdict) -> None:
         if isinstance(verdict, Proven):
             self._now_unproven(None)
-            answer = verdict.answer
-            if answer.receipts is not None and answer.settled:
-                receipts = CheckpointReceipts(answer.receipts, trusted=True, rule=f"{answer.rule}; {verdict.rule}")
-                self._learn(digest=answer.digest, receipts=receipts)
+            self._learn(digest=verdict.answer.digest, receipts=verdict.receipts)
         elif isinstance(verdict, Contradicted):
             self._record.last_error = verdict.error
             self._now_unproven(str(verdict.error))

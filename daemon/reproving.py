@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightcached.daemon.digesting import DigestAnswer, compute
-from weightcached.daemon.generation import Evidence, Generation
+from weightcached.daemon.generation import CheckpointReceipts, Evidence, Generation
 from weightcached.daemon.options import ServeOptions
 from weightcached.protocol.errors import CheckpointMismatch, WeightCacheError
 
@@ -29,6 +29,14 @@ class Proven:
 
     rule: str
     answer: DigestAnswer
+
+    @property
+    def receipts(self) -> CheckpointReceipts | None:
+        """Those that prove the same from now on, if there are such."""
+        answer = self.answer
+        if answer.receipts is None or not answer.settled:
+            return None
+        return CheckpointReceipts(answer.receipts, trusted=True, rule=f"{answer.rule}; {self.rule}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,12 +108,15 @@ class Server:
                 task.cancel()
         return busy
 
-    async def close(self) -> None:
-        """Take no more clients, tell those in the backlog, and end every connection that is left."""
+    async def close(self, *, refuse_backlog: bool = True) -> None:
+        """Take no more clients, and end every connection that is left. Those in the backlog are told, or left to
+        whoever else holds the listener.
+        """
         if self._resume is not None:
             self._resume.cancel()
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        self._refuse_backlog()
+        if refuse_backlog:
+            self._refuse_backlog()
         self._listener.close()
         tasks = set(self._connections)
         for task, connection in list(self._connections.items()):

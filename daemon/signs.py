@@ -81,6 +81,8 @@ def status_of(record: Record) -> str:
         text += f", {len(record.leases)} leases" if len(record.leases) != 1 else ", 1 lease"
         if record.published.unproven is not None:
             text += f"; unproven: {record.published.unproven}"
+        if record.custody is not None and record.custody.keeping.state != "kept":
+            text += f"; vault: {record.custody.keeping.state}"  # `weightcached status` says why
         return text
     if record.state is State.FAILED:
         return f"failed: {record.last_error}"

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from weightcached.daemon import log as logs
+from weightcached.daemon.stopping import stop_signals
 from weightcached.daemon.supervisor.mailbox import Mailbox
 from weightcached.daemon.supervisor.options import parse
 from weightcached.daemon.supervisor.post import Post
@@ -65,6 +66,7 @@ def _catch_signals(held: ExitStack) -> int:
     pipe = held.enter_context(OwnedFds(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)))
     signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
     held.callback(signal.set_wakeup_fd, -1)
+    held.callback(stop_signals, block=True)  # one that comes after the end must not become the exit status
     for number in CAUGHT:
         signal.signal(number, lambda *_: None)
     return pipe[0]

@@ -93,7 +93,7 @@ class NotifyVault:
     ) -> NotifyVault:
         """With what the service manager says about its store. Takes that out of the environment."""
         text = environment.pop(STORE_MAX_VARIABLE, "")
-        store_max = int(text) if text.isascii() and text.isdigit() else None
+        store_max = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
         return cls(notifier, handed=handed, store_max=store_max, unit=environment.get(UNIT_VARIABLE))
 
     async def keep(self, items: Sequence[tuple[str, int]]) -> Keeping:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weightcached.loader.headers import PREFIX_BYTES, FileHeader, header_nbytes, parse_header, shown
+from weightcached.loader.headers import PREFIX_BYTES, FileHeader, header_nbytes, parse_header
 from weightcached.loader.planned import TensorHeader
 from weightcached.protocol.config import read_model_config
 from weightcached.protocol.content import (
@@ -33,6 +33,7 @@ from weightcached.protocol.errors import (
     TruncatedFile,
     UnexpectedTensor,
 )
+from weightcached.protocol.text import shown
 
 __all__ = ["Checkpoint", "TensorHeader", "open_checkpoint"]
 

@@ -21,6 +21,7 @@ from weightcached.protocol.errors import (
     OverlappingTensors,
     TruncatedFile,
 )
+from weightcached.protocol.text import shown
 
 PREFIX_BYTES = 8
 """The file begins with the header's length, a little-endian unsigned integer of this many bytes."""
@@ -30,6 +31,9 @@ HEADER_LIMIT_BYTES = 100_000_000
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _INTEGER_LIMIT = 1 << 63
+_NAME_MAX_CHARACTERS = 4096
+_DIMENSIONS_MAX = 64
+"""No engine has more. Without a limit the product of a shape could take hours."""
 _DOWNLOAD = "download the file again"
 
 
@@ -134,13 +138,17 @@ def _metadata(value: object, file: str) -> dict[str, str]:
 def _tensor(name: str, entry: object, file: str, data_start: int) -> TensorHeader:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _bad(name, file, "its entry is not one", expected="dtype, shape and data_offsets", found=entry)
-    if not name.isascii() and not _is_encodable(name):
-        raise _bad(name, file, "its name is not text", expected="UTF-8", found=name)
+    if len(name) > _NAME_MAX_CHARACTERS or (not name.isascii() and not _is_encodable(name)):
+        expected = f"UTF-8, at most {_NAME_MAX_CHARACTERS} characters"
+        raise _bad(name, file, "its name is not text, or too long", expected=expected, found=shown(name))
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(code) is not str:
         raise _bad(name, file, "its dtype is not text", expected="a dtype's name", found=code)
-    if not _are_sizes(shape):
-        raise _bad(name, file, "its shape is impossible", expected="integers from 0", found=shape)
+    if not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
+        expected = f"at most {_DIMENSIONS_MAX} integers from 0"
+        raise _bad(name, file, "its shape is impossible", expected=expected, found=shape)
+    if math.prod(extent or 1 for extent in shape) >= _INTEGER_LIMIT:  # a zero would hide what no stride can count
+        raise _bad(name, file, "its shape is impossible", expected="elements that can be counted", found=shape)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(name, file, "its offsets are impossible", expected="[begin, end], 0 ≤ begin ≤ end", found=offsets)
     dtype = dtype_of_code(code, where=f"{file}, tensor {shown(name)}")
@@ -222,9 +230,3 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def shown(value: object) -> str:
-    """A value from a file, for a message: quoted, so that it plays no tricks on a terminal, and short."""
-    text = ascii(value)
-    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"

@@ -29,6 +29,7 @@ from weightcached.protocol.canonical import canonical_bytes
 from weightcached.protocol.config import LAYOUT_REVISIONS, CacheConfig
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import CheckpointChanged, UnsupportedModel
+from weightcached.protocol.text import shown
 
 __all__ = [
     "Accounting",
@@ -69,8 +70,8 @@ def _require_same_model(model_config: Mapping[str, Any], config: CacheConfig) ->
         differing = [name for name in keyed if canonical_bytes(there.get(name)) != canonical_bytes(keyed[name])]
         raise CheckpointChanged(
             "config.json is not the one that the cache's config was made from",
-            expected={name: keyed[name] for name in differing},
-            found={name: there.get(name) for name in differing},
+            expected=shown({name: keyed[name] for name in differing}),
+            found=shown({name: there.get(name) for name in differing}),
             where="config.json",
             next_step="start again",
         )

@@ -1,12 +1,17 @@
 """What every ``weightcached`` command has in common: how options are parsed, and the exit statuses that mean the same.
 
-Owns :class:`Parser` and the two shared exit statuses. What a command accepts, and its other statuses, are its own.
+Owns :class:`Parser`, the two shared exit statuses, and users and groups by name. What a command accepts, and its other
+statuses, are its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import grp
+import pwd
+import re
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 USAGE_EXIT = 64
@@ -31,3 +36,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+def user_id(text: str) -> int:
+    """A user id from a number or a name. Raises ArgumentTypeError."""
+    return _id(text, lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def group_id(text: str) -> int:
+    """A group id from a number or a name. Raises ArgumentTypeError."""
+    return _id(text, lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _id(text: str, look_up: Callable[[str], int]) -> int:
+    try:
+        value = int(text) if re.fullmatch("-?[0-9]+", text) else look_up(text)
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"there is no {text!r} on this machine") from error
+    if not 0 <= value < 2**32 - 1:
+        raise argparse.ArgumentTypeError("a user or group id is expected")
+    return value

@@ -24,6 +24,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 
 from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
+from weightcached.protocol.regular_files import open_regular
+from weightcached.protocol.text import shown
 
 SCHEMA_VERSION = 1
 
@@ -32,6 +34,11 @@ LAYOUT_REVISIONS: Mapping[str, int] = MappingProxyType({"hf": 1, "fused": 1})
 
 MODEL_CONFIG_MAX_BYTES = 16 * 1024 * 1024
 MODEL_CONFIG_MAX_DEPTH = 64
+MODEL_CONFIG_KEYS_MAX = 2000
+MODEL_CONFIG_KEY_MAX_CHARACTERS = 1000
+"""Keys travel, with a prefix, as names of at most 1024 characters."""
+TOKENIZER_MAX_BYTES = 256 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
 ABBREVIATE_OVER_BYTES = 1024
 
 # Fields of config.json that no loader looks at. Every other field is part of the key: a needless miss costs one load,
@@ -206,7 +213,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint directory. Raises ModelConfigError saying what is wrong with it."""
     path = model_dir / "config.json"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             data = file.read(MODEL_CONFIG_MAX_BYTES + 1)
     except OSError as error:
         raise ModelConfigError(
@@ -231,7 +238,28 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         raise ModelConfigError(
             "config.json is nested too deeply", expected=f"at most {MODEL_CONFIG_MAX_DEPTH} levels", where=path
         )
+    _require_sayable(config, path)
     return config
+
+
+def _require_sayable(config: Mapping[str, Any], where: Path) -> None:
+    """What JSON can say and no message can is refused here, by its name, and not in the middle of an attach."""
+    if len(config) > MODEL_CONFIG_KEYS_MAX or max(map(len, config), default=0) > MODEL_CONFIG_KEY_MAX_CHARACTERS:
+        raise ModelConfigError(
+            "config.json has too many keys, or too long ones",
+            expected=f"at most {MODEL_CONFIG_KEYS_MAX} of at most {MODEL_CONFIG_KEY_MAX_CHARACTERS} characters",
+            found=f"{len(config)} keys, the longest of {max(map(len, config))} characters",
+            where=where,
+        )
+    try:
+        msgpack.packb(config)
+    except (ValueError, OverflowError) as error:
+        raise ModelConfigError(
+            "config.json holds a value that cannot be used",
+            expected="text in UTF-8, and integers of 64 bits",
+            found=f"{type(error).__name__}: {error}"[:200],
+            where=where,
+        ) from error
 
 
 def _depth(value: Any) -> int:
@@ -245,11 +273,11 @@ def _depth(value: Any) -> int:
 
 def _architecture(config: Mapping[str, Any], where: Path) -> str:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+    if not isinstance(names, list) or len(names) != 1 or type(names[0]) is not str or len(names[0]) > 200:
         raise ModelConfigError(
             "config.json does not name one architecture",
             expected='"architectures": ["<one name>"]',
-            found=names,
+            found=shown(names),
             where=where,
         )
     return names[0]
@@ -284,7 +312,7 @@ def build_config(
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "parallel"
-        raise InvalidOption(f"unusable {field}", expected=first["msg"], found=first["input"]) from error
+        raise InvalidOption(f"unusable {field}", expected=first["msg"], found=shown(first["input"])) from error
 
 
 class Provenance(_Frozen):
@@ -297,20 +325,35 @@ class Provenance(_Frozen):
 
 
 def provenance_of(model_dir: Path) -> Provenance:
-    """Describe ``model_dir``: real path, host, revision where it is a hub snapshot's path, tokenizer digest."""
+    """Describe ``model_dir``: real path, host, revision where it is a hub snapshot's path, tokenizer digest.
+
+    A tokenizer file that cannot be read is as good as none. Blocks while they are read.
+    """
     real = Path(os.path.realpath(model_dir))
-    digest = hashlib.sha256()
-    found = False
+    return Provenance(
+        path=_shown_path(os.fspath(real), 4096),
+        host=socket.gethostname(),
+        revision=_shown_path(real.name, 255) if real.parent.name == "snapshots" else None,
+        tokenizer_sha256=_tokenizer_sha256(real),
+    )
+
+
+def _shown_path(text: str, characters_max: int) -> str:
+    return os.fsencode(text).decode("utf-8", "backslashreplace")[:characters_max]
+
+
+def _tokenizer_sha256(directory: Path) -> str | None:
+    digest, found = hashlib.sha256(), False
     for name in _TOKENIZER_FILES:
         try:
-            data = (real / name).read_bytes()
-        except FileNotFoundError:
+            with open(directory / name, "rb", opener=open_regular) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                digest.update(f"{name}\0{nbytes}\0".encode())
+                left = nbytes if nbytes <= TOKENIZER_MAX_BYTES else 0  # larger is no tokenizer: told by its size
+                while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+                    digest.update(piece)
+                    left -= len(piece)
+        except OSError:
             continue
-        digest.update(f"{name}\0{len(data)}\0".encode() + data)
         found = True
-    return Provenance(
-        path=os.fsencode(real).decode("utf-8", "backslashreplace"),
-        host=socket.gethostname(),
-        revision=real.name if real.parent.name == "snapshots" else None,
-        tokenizer_sha256=digest.hexdigest() if found else None,
-    )
+    return digest.hexdigest() if found else None

@@ -27,6 +27,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.index_file import INDEX_LIMIT_BYTES, INDEX_NAME, PICKLE_SUFFIXES, parse_index
 from weightcached.protocol.receipts import Receipt, Receipts, take_receipts
+from weightcached.protocol.regular_files import NotRegularError, open_regular
 
 __all__ = [
     "SINGLE_NAME",
@@ -208,7 +209,9 @@ def _require_present(directory: Path, names: tuple[str, ...], present: frozenset
             next_step="download the checkpoint again, or restore those files",
         )
     for name in names:
-        _require_regular(directory / name, _stat(directory / name))
+        mode = _stat(directory / name).st_mode
+        if not stat.S_ISREG(mode):
+            raise _not_regular(directory / name, mode)
 
 
 def _ignored(present: frozenset[str], used: tuple[str, ...], reason: str) -> dict[str, str]:
@@ -248,21 +251,13 @@ def _moment(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _open(path: Path) -> int:
-    """A read-only, close-on-exec descriptor of a regular file, owned by the caller.
-
-    O_NONBLOCK only keeps ``open`` itself from waiting for ever on a FIFO; it is taken off again.
-    """
+    """A read-only descriptor of a regular file, owned by the caller."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        return open_regular(path)
+    except NotRegularError as error:
+        raise _not_regular(path, error.mode) from error
     except OSError as error:
         raise _unusable(path, error) from error
-    try:
-        _require_regular(path, os.fstat(fd))
-        os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -272,14 +267,13 @@ def _stat(path: Path) -> os.stat_result:
         raise _unusable(path, error) from error
 
 
-def _require_regular(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise MissingShard(
-            "a file of the checkpoint is not a regular file",
-            expected="a regular file, or a link to one",
-            found=f"file type {stat.filemode(status.st_mode)[0]!r}",
-            where=path,
-        )
+def _not_regular(path: Path, mode: int) -> MissingShard:
+    return MissingShard(
+        "a file of the checkpoint is not a regular file",
+        expected="a regular file, or a link to one",
+        found=f"file type {stat.filemode(mode)[0]!r}",
+        where=path,
+    )
 
 
 def _unusable(path: Path, error: OSError) -> CheckpointError:

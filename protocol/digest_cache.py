@@ -165,8 +165,13 @@ class Shelf:
 
 
 def write_aside(aside: str, name: str, body: bytes, *, directory_fd: int, mode: int = 0o644) -> None:
-    """Puts ``body`` at ``name`` in one step: written to ``aside``, synced, renamed. On OSError nothing is left."""
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory_fd)
+    """Puts ``body`` at ``name`` in one step: written to ``aside``, synced, renamed. On OSError nothing is left.
+
+    What was at ``aside`` (left by a crash, or planted: a FIFO, a link to somebody's file) is removed, not opened.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(aside, dir_fd=directory_fd)
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=directory_fd)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(body)

@@ -125,7 +125,7 @@ def _known(weights: OpenWeights, receipts: Receipts, shelf: Shelf, warnings: lis
     if (answer := _recalled(receipts, shelf)) is not None:
         return answer
     try:
-        sidecar = read_sidecar(weights.files.directory)
+        sidecar = read_sidecar(weights.files.directory, ours_only=True)
     except CheckpointError as error:
         warnings.append(str(error))
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightcached.protocol.errors import UnknownDtype
+from weightcached.protocol.text import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def dtype_of_code(code: str, *, where: str) -> Dtype:
             next_step="use a checkpoint that stores these values packed in U8",
         )
     raise UnknownDtype(
-        f"dtype {code!r} is not one safetensors defines", expected=", ".join(sorted(DTYPES_BY_CODE)), where=where
+        f"dtype {shown(code)} is not one safetensors defines", expected=", ".join(sorted(DTYPES_BY_CODE)), where=where
     )
 
 

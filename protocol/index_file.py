@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from weightcached.protocol.errors import IndexFileError, PickleRefused
+from weightcached.protocol.text import shown
 
 INDEX_NAME = "model.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 << 20
@@ -63,7 +64,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _Unacceptable(f"key {_shown(repeated)} stands twice")
+        raise _Unacceptable(f"key {shown(repeated)} stands twice")
     return found
 
 
@@ -73,26 +74,26 @@ def _no_constant(constant: str) -> object:
 
 def _check_file_name(tensor: str, name: object, where: str) -> None:
     if not isinstance(name, str):
-        raise _bad(f"weight_map[{_shown(tensor)}] is not text", expected="a file name", found=name, where=where)
+        raise _bad(f"weight_map[{shown(tensor)}] is not text", expected="a file name", found=name, where=where)
     plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name and _is_encodable(name)
     if not plain or len(name.encode("utf-8")) > _NAME_LIMIT_BYTES:
         raise _bad(
-            f"weight_map[{_shown(tensor)}] is not a plain file name",
+            f"weight_map[{shown(tensor)}] is not a plain file name",
             expected="a file inside the checkpoint's directory",
             found=name,
             where=where,
         )
     if name.endswith(PICKLE_SUFFIXES):
         raise PickleRefused(
-            f"weight_map[{_shown(tensor)}] is a pickle file, which can run code and is never opened",
+            f"weight_map[{shown(tensor)}] is a pickle file, which can run code and is never opened",
             expected="*.safetensors",
-            found=_shown(name),
+            found=shown(name),
             where=where,
             next_step="convert the checkpoint to safetensors, where it is trusted",
         )
     if not name.endswith(".safetensors"):
         raise _bad(
-            f"weight_map[{_shown(tensor)}] is no safetensors file", expected="*.safetensors", found=name, where=where
+            f"weight_map[{shown(tensor)}] is no safetensors file", expected="*.safetensors", found=name, where=where
         )
 
 
@@ -106,10 +107,4 @@ def _is_encodable(text: str) -> bool:
 
 
 def _bad(message: str, *, expected: str, found: object, where: str) -> IndexFileError:
-    return IndexFileError(message, expected=expected, found=_shown(found), where=where)
-
-
-def _shown(value: object) -> str:
-    """A value for a message: quoted, so that it can play no tricks on a terminal, and short."""
-    text = ascii(value)
-    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
+    return IndexFileError(message, expected=expected, found=shown(found), where=where)

@@ -1,7 +1,8 @@
 """Owns the sidecar: ``weightcached.digest.json`` beside the weights, which states their digest.
 
 It counts only while the receipts it was made under match, or where the weights cannot be seen (a container that mounts
-``config.json`` and the sidecar alone). Whoever can write it can also replace the weights beside it.
+``config.json`` and the sidecar alone). Beside weights that can be seen it counts only if root or we wrote it: a daemon
+vouches to others for the digest of what it loaded, and must not take the word of whoever made the directory for it.
 
 Called by :mod:`weightcached.protocol.digests`, and by a client that states a digest.
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.protocol.digest_cache import HEX, write_aside
 from weightcached.protocol.errors import CheckpointError
+from weightcached.protocol.regular_files import open_regular
+from weightcached.protocol.text import shown
 
 SIDECAR_NAME = "weightcached.digest.json"
 _LIMIT_BYTES = 64 << 10
@@ -32,11 +36,15 @@ class Sidecar:
     """Bytes of the weight files, for people."""
 
 
-def read_sidecar(model_dir: str | os.PathLike[str]) -> Sidecar | None:
-    """What the directory's sidecar says, ``None`` without one. Raises :class:`CheckpointError` for a bad one."""
+def read_sidecar(model_dir: str | os.PathLike[str], *, ours_only: bool = False) -> Sidecar | None:
+    """What the directory's sidecar says, ``None`` without one. Raises :class:`CheckpointError` for a bad one, and with
+    ``ours_only`` for one that somebody else than root or ourselves could have written.
+    """
     path = Path(model_dir) / SIDECAR_NAME
     try:
-        with open(path, "rb", opener=_open_regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
+            if ours_only:
+                _require_ours(path, os.fstat(file.fileno()))
             document = json.loads(file.read(_LIMIT_BYTES))
     except FileNotFoundError:
         return None
@@ -50,7 +58,7 @@ def read_sidecar(model_dir: str | os.PathLike[str]) -> Sidecar | None:
     if document["schema"] != 1 or not _is_hex(digest) or not (receipts is None or _is_hex(receipts)):
         raise _bad(path, "other values")
     if type(nbytes) is not int or nbytes < 0:
-        raise _bad(path, f"nbytes {nbytes!r}")
+        raise _bad(path, f"nbytes {shown(nbytes)}")
     return Sidecar(digest, receipts, nbytes)
 
 
@@ -72,8 +80,9 @@ def write_sidecar(model_dir: str | os.PathLike[str], sidecar: Sidecar) -> Path:
     return directory / SIDECAR_NAME
 
 
-def _open_regular(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO must not hold us
+def _require_ours(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _bad(path, f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}: others could have written it")
 
 
 def _is_hex(value: object) -> bool:

@@ -8,3 +8,9 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def shown(value: object) -> str:
+    """A value from a file, for a message: quoted, so that it plays no tricks on a terminal, and short."""
+    text = ascii(value)
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"

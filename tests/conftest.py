@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 # No deadline for one example: a busy machine is not a bug. What never ends is pytest's timeout to find.
 settings.register_profile("quick", deadline=None)
 settings.register_profile(
-    "thorough", deadline=None, max_examples=10_000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "thorough", deadline=None, max_examples=2_000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("quick")
 

@@ -149,6 +149,7 @@ def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> Weig
         wait_for_daemon_s=options.wait_for_daemon_s,
         engine_name="weightcached-engine",
         on_stale=options.on_stale,
+        allow_uids=options.allow_uids,
     )
 
 

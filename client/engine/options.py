@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from weightcached.protocol.command_line import Parser
+from weightcached.protocol.command_line import Parser, user_id
 from weightcached.protocol.places import DEFAULT_NAME
 
 Mode = Literal["off", "client", "require", "daemon"]
@@ -48,6 +48,8 @@ class EngineOptions:
     timeout_s: float = 600.0
     wait_for_daemon_s: float = 0.0
     on_stale: Literal["keep", "exit"] = "keep"
+    allow_uids: Sequence[int] = ()
+    """Trusted as the daemon's user, beside root and our own."""
     token_ids: bool = False
     json: bool = False
 
@@ -106,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
         default="keep",
         help="when the daemon was started anew and serves other weights: keep those at hand, or exit, to be started "
         "again by a supervisor (default: %(default)s)",
+    )
+    add(
+        "--allow-uid",
+        dest="allow_uids",
+        metavar="USER",
+        type=user_id,
+        action="append",
+        default=[],
+        help="trust a daemon of this user too (repeatable)",
     )
     add("--token-ids", action="store_true", help="print the token ids beside the text")
     add("--json", action="store_true", help="one JSON line on standard output instead of text and table")

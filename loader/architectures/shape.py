@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from weightcached.protocol.errors import ModelConfigError
+from weightcached.protocol.text import shown
 
 Size = Literal["hidden", "intermediate", "vocabulary", "layers", "heads", "kv_heads", "head", "queries"]
 """``head`` is one head's size; ``queries`` is ``heads × head``, what the output projection takes in."""
@@ -32,7 +33,7 @@ class ModelShape:
             return False
         if not isinstance(value, bool):
             raise ModelConfigError(
-                f"config.json's {name} is not a boolean", expected="true or false", found=repr(value)
+                f"config.json's {name} is not a boolean", expected="true or false", found=shown(value)
             )
         return value
 
@@ -43,7 +44,9 @@ def shape_of(config: Mapping[str, Any], defaults: Mapping[str, int]) -> ModelSha
     def positive(key: str) -> int:
         value = config.get(key, defaults.get(key))
         if type(value) is not int or value <= 0:
-            raise ModelConfigError(f"config.json's {key} is unusable", expected="a positive integer", found=repr(value))
+            raise ModelConfigError(
+                f"config.json's {key} is unusable", expected="a positive integer", found=shown(value)
+            )
         return value
 
     def positive_or(key: str, fallback: int) -> int:

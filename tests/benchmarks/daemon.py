@@ -39,8 +39,9 @@ class Daemon:
 
 
 @contextmanager
-def serving(workspace: Workspace, model_dir: Path, *, name: str) -> Iterator[Daemon]:
-    """A daemon that serves ``model_dir`` in layout ``hf`` until the context is left.
+def serving(workspace: Workspace, model_dir: Path, *, name: str, supervised: bool = False) -> Iterator[Daemon]:
+    """A daemon that serves ``model_dir`` in layout ``hf`` until the context is left; ``supervised``, one that comes
+    back when it is killed.
 
     Entered when it is ready *and* has its content digest: the process that computes that one would take a core.
     """
@@ -49,8 +50,12 @@ def serving(workspace: Workspace, model_dir: Path, *, name: str) -> Iterator[Dae
     log_path = workspace.directory / f"{name}.log"
     began_s = time.monotonic()
     with open(log_path, "w") as log:
+        ours = ("--parent-pid", str(os.getpid()))
+        serve = ["--model", str(model_dir), *place, *cache]
         process = workspace.start(
-            [*_weightcached("serve"), "--model", str(model_dir), *place, *cache, "--parent-pid", str(os.getpid())],
+            [*_weightcached("supervise"), *ours, "--backoff-max", "0", "--", "serve", *serve]
+            if supervised
+            else [*_weightcached("serve"), *serve, *ours],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -77,7 +82,7 @@ def _quiet_report(place: list[str], log_path: Path) -> dict[str, Any]:
 
 
 def _weightcached(command: str) -> list[str]:
-    return [sys.executable, "-m", "weightcached.daemon", command]
+    return [sys.executable, "-P", "-m", "weightcached.daemon", command]
 
 
 def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:

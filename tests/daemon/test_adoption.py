@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from tests.support.resources import anonymous_nbytes, open_fds
 from tests.support.unprivileged import ROOT
 from weightcached.daemon.state_record import NBYTES as STATE_NBYTES
 from weightcached.daemon.state_record import StateFile, StateRecord
+from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.manifest import Manifest, NameAccounting, encode_manifest
 from weightcached.protocol.memory import host, names
-from weightcached.protocol.messages import Event, Grant, Ping, Refused, Report, Unproven
+from weightcached.protocol.messages import Event, Grant, Ping, Pong, Refused, Report, Unproven
 
 MIB = 1 << 20
 
@@ -540,10 +541,23 @@ def test_the_same_content_at_another_path_is_proven_before_it_is_served(lives: L
     first.wait_logged("content digest")
     before = first.report()
     lives.kill()
-    daemon, report = lives.ready(model=copy_of(lives.model, tmp_path / "copy"))
+    copy = settled(copy_of(lives.model, tmp_path / "copy"))
+    daemon, report = lives.ready(model=copy)
     assert adopted(report, before)
     assert report.proven
     daemon.wait_logged("progress", stage="prove")
+    channel = daemon.connect()
+    try:  # an engine that sees that path needs no digest
+        frame = converse(channel, daemon.hello())
+        frame.fds.close()
+        assert isinstance(frame.message, Grant)
+        assert frame.message.provenance.path == str(copy.resolve())
+    finally:
+        channel.close()
+    lives.kill()
+    again, report = lives.ready(model=copy)  # from now on they are from there
+    assert adopted(report, before)
+    assert "prove" not in [record.get("stage") for record in again.log.records()]
 
 
 def test_other_content_at_another_path_is_loaded_and_replaces_what_was_kept(lives: Lives, tmp_path: Path) -> None:
@@ -626,6 +640,29 @@ def test_resident_bytes_that_changed_are_found_by_verifying(lives: Lives) -> Non
     assert loaded_anew(report, before)
     assert "1 that differ: weight" in str(report.last_error)
     assert lives.generations == {report.generation}
+
+
+def test_an_error_of_ours_leaves_everything_to_the_next_keeper(lives: Lives) -> None:
+    first, before = lives.ready()
+    lives.kill()
+    kept = lives.manager.names
+    waiting = connect(first.place)
+    try:
+        waiting.send(Ping(token=3))
+        for attempt in (1, 2):
+            broken = lives.start(environment={"WEIGHTCACHED_TEST_BREAKS": "examine"})
+            assert broken.process.wait(TIMEOUT_S) == 70
+            assert lives.manager.names == kept
+            assert lives.state().adoption_attempts == attempt
+            assert first.place.socket_path.exists()
+        _, report = lives.ready()
+        assert adopted(report, before)
+        # Whom the broken ones had not accepted was left to the last.
+        with suppress(PeerClosed):
+            assert isinstance(waiting.receive().message, Pong | Refused)
+        assert refused_connection(first) is False
+    finally:
+        waiting.close()
 
 
 # Killed on the way

@@ -221,6 +221,7 @@ def test_a_lease_is_told_and_keeps_its_memory_when_the_place_is_given_up(model: 
                 assert isinstance(event, Event)
                 assert event.kind == "draining"
                 assert os.pread(fds[1], 1, 0) == b"\1"
+        assert daemon.process.wait(TIMEOUT_S) == 0
 
 
 def test_the_real_loader_and_a_verified_adoption(model: Path, runtime_dir: Path) -> None:

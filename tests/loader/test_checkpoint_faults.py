@@ -68,7 +68,21 @@ ENTRY_FAULTS = {
     "dimension that is true": (entry("third", shape=[True, 2]), errors.HeaderError, ("third", "shape")),
     "dimension that is 8.0": (entry("second", shape=[8.0]), errors.HeaderError, ("second", "shape")),
     "dimensions beyond 63 bits": (entry("second", shape=[1 << 63, 0]), errors.HeaderError, ("second", "shape")),
-    "dimensions that multiply to 2^64": (entry("second", shape=[1 << 62, 4]), errors.HeaderError, ("second", "bytes")),
+    "dimensions that multiply to 2^64": (
+        entry("second", shape=[1 << 62, 4]),
+        errors.HeaderError,
+        ("second", "counted"),
+    ),
+    "a zero that hides what cannot be counted": (
+        entry("second", shape=[0, 1 << 62, 1 << 62], data_offsets=[48, 48]),
+        errors.HeaderError,
+        ("second", "counted"),
+    ),
+    "dimensions whose product takes hours": (
+        entry("second", shape=[(1 << 63) - 1] * 1_000_000),
+        errors.HeaderError,
+        ("second", "64"),
+    ),
     "shape that is a number": (entry("second", shape=8), errors.HeaderError, ("second", "shape")),
     "negative offset": (entry("first", data_offsets=[-48, 0]), errors.HeaderError, ("first", "offsets")),
     "offsets backwards": (swap_ends, errors.HeaderError, ("second", "offsets are impossible")),

@@ -42,7 +42,7 @@ def checkpoint(directory: Path) -> Path:
 def settled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Gives checkpoints of equal content that nobody has touched for two seconds: one wait for all tests here."""
     root = tmp_path_factory.mktemp("settled")
-    directories = [checkpoint(root / str(number)) for number in range(40)]
+    directories = [checkpoint(root / str(number)) for number in range(48)]
     settled_at_ns = max(receipts_of(directory).settled_at_ns for directory in directories)
     time.sleep(max(0, settled_at_ns - time.time_ns()) / 1e9)
     return iter(directories).__next__
@@ -505,6 +505,45 @@ def test_a_sidecar_that_is_not_ours_is_a_warning_beside_weights_and_an_error_wit
     with pytest.raises(CheckpointError) as caught:
         digest_of(without_weights(directory, tmp_path / "container"), cache)
     assert caught.value.where == tmp_path / "container" / SIDECAR_NAME
+
+
+@pytest.mark.parametrize("fault", ["writable by others", pytest.param("of somebody else", marks=pytest.mark.root)])
+def test_a_sidecar_that_others_could_have_written_proves_nothing_about_files_that_can_be_read(
+    settled: Callable[[], Path], cache: DigestCache, tmp_path: Path, fault: str
+) -> None:
+    """Its receipts match: whoever owns the directory knows them. A daemon would vouch for a digest that is not its
+    weights' own.
+    """
+    directory = settled()
+    stated = Sidecar("a" * 64, receipts_of(directory).sha256, 1)
+    path = write_sidecar(directory, stated)
+    assert digest_of(directory, DigestCache(tmp_path / "other")).hex == stated.digest
+    if fault == "of somebody else":
+        os.chown(path, 65534, 65534)
+    else:
+        path.chmod(0o664)
+    digest = digest_of(directory, cache)
+    assert (digest.source, digest.hex) == ("computed", digest_by_hand(directory))
+    assert "others could have written it" in digest.warnings[0]
+    # Where there are no weights it says what is wanted, which is nobody else's business.
+    assert digest_of(without_weights(directory, tmp_path / "container"), cache).hex == stated.digest
+
+
+@pytest.mark.parametrize("kind", ["hard link", "link", "FIFO", "file"])
+def test_what_is_planted_where_a_sidecar_is_written_aside_is_not_written_to(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("somebody's")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    aside = directory / f".{SIDECAR_NAME}.{os.getpid()}"
+    plant = {"hard link": lambda: os.link(victim, aside), "link": lambda: aside.symlink_to(victim)}
+    plant |= {"FIFO": lambda: os.mkfifo(aside), "file": lambda: aside.write_text("planted")}
+    plant[kind]()
+    sidecar = Sidecar("a" * 64, None, 1)
+    write_sidecar(directory, sidecar)
+    assert read_sidecar(directory) == sidecar
+    assert victim.read_text() == "somebody's"
+    assert [path.name for path in directory.iterdir()] == [SIDECAR_NAME]
 
 
 def test_a_sidecar_comes_back_as_it_was_written(tmp_path: Path) -> None:

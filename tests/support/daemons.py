@@ -58,7 +58,7 @@ loading.WORKER_MODULE = "tests.support.scripted_worker"
 acquiring.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
 reproving.RETRY_FIRST_S = 0.2
 if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):
-    setattr(connection, broken, lambda *_: 1 / 0)
+    setattr(acquiring if broken == "examine" else connection, broken, lambda *_: 1 / 0)
 from weightcached.daemon.cli import main
 status = main(sys.argv[1:])
 with open(os.environ["WEIGHTCACHED_TEST_MODULES"], "w") as file:
@@ -334,8 +334,8 @@ def scripted_daemon(
 ) -> Iterator[Daemon]:
     """A daemon whose worker follows ``script`` (`scripted_worker.py`). Stopped at the end as by :func:`daemon`.
 
-    ``breaking`` names a function that connection handlers call, and that will raise ZeroDivisionError. ``group`` is a
-    cgroup that the daemon joins first.
+    ``breaking`` names a function that connection handlers call (or ``examine``, that adoption calls), and that will
+    raise ZeroDivisionError. ``group`` is a cgroup that the daemon joins first.
     """
     environment = {**scripted_environment(runtime_dir, script), "WEIGHTCACHED_TEST_BREAKS": breaking}
     if group is not None:

@@ -1,26 +1,27 @@
 # From a fresh set of namespaces to systemd as process 1, on a throw-away copy of this machine. Started by box.py:
 #
-#     boot.sh SCRATCH CHANNEL TREE...
+#     boot.sh BASE SCRATCH CHANNEL TREE...
 #
-# SCRATCH is an empty folder; everything the box writes is memory mounted there. CHANNEL is a folder that inside is
-# /run/box. Each TREE must be usable inside by every user, whatever the folders above it allow out here.
+# BASE is the root to copy: / or another system's. SCRATCH is an empty folder; everything the box writes is memory mounted
+# there. CHANNEL is a folder that inside is /run/box. Each TREE is at its own path inside, usable by every user, whatever
+# the folders above it allow out here.
 set -eu
-scratch=$1 channel=$2
-shift 2
+base=$1 scratch=$2 channel=$3
+shift 3
 
 mount -t tmpfs -o mode=755 box "$scratch"
 cd "$scratch"
 mkdir root
-layer() { # layer NUMBER PATH: what is at PATH, with writes going nowhere
+layer() { # layer NUMBER PATH PLACE: what is at PATH out here, at PLACE inside, with writes going nowhere
     mkdir -p "upper$1" "work$1"
-    mount -t overlay -o "lowerdir=$2,upperdir=upper$1,workdir=work$1" overlay "root$2"
+    mount -t overlay -o "lowerdir=$2,upperdir=upper$1,workdir=work$1" overlay "root$3"
 }
-layer 0 /
+layer 0 "$base" /
 number=0
 for tree in "$@"; do
     number=$((number + 1))
     mkdir -p "root$tree"
-    if [ "$(stat -c %d "$tree")" != "$(stat -c %d /)" ]; then layer $number "$tree"; fi
+    if [ "$base" != / ] || [ "$(stat -c %d "$tree")" != "$(stat -c %d /)" ]; then layer $number "$tree" "$tree"; fi
     while [ "$tree" != / ]; do # the copies in the overlay, not this machine's folders
         chmod o+rx "root$tree"
         tree=$(dirname "$tree")
@@ -57,8 +58,8 @@ for unit in systemd-tmpfiles-setup.service systemd-tmpfiles-setup-dev.service sy
     systemd-modules-load.service systemd-timesyncd.service systemd-udevd.service systemd-udev-trigger.service \
     systemd-udevd-control.socket systemd-udevd-kernel.socket systemd-remount-fs.service systemd-sysusers.service \
     systemd-update-utmp.service systemd-random-seed.service systemd-pstore.service keyboard-setup.service \
-    dev-hugepages.mount dev-mqueue.mount sys-kernel-debug.mount sys-kernel-tracing.mount sys-fs-fuse-connections.mount \
-    sys-kernel-config.mount proc-sys-fs-binfmt_misc.automount; do
+    tmp.mount dev-hugepages.mount dev-mqueue.mount sys-kernel-debug.mount sys-kernel-tracing.mount \
+    sys-fs-fuse-connections.mount sys-kernel-config.mount proc-sys-fs-binfmt_misc.automount; do
     ln -sf /dev/null "etc/systemd/system/$unit"
 done
 mkdir -p run/systemd/system

@@ -4,8 +4,12 @@ machine. It boots in about a second, and nothing in it outlives it.
     with running_box() as box:
         box.run("systemctl", "is-system-running")
 
-Needs root, systemd and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. The machine's
-files are seen through an overlay; what is written lands in memory. The box dies with the process that made it.
+Needs root, systemd, dbus and util-linux, and a cgroup v2 hierarchy: :func:`missing` says what is not there. This
+machine's files are seen through an overlay; what is written lands in memory. The box dies with the process that made
+it.
+
+Another systemd than this machine's is tried with ``WEIGHTCACHED_BOX_ROOT=DIR``, the root of another system that this
+Python runs on: ``debootstrap --include=systemd-sysv,dbus,procps,libssl3t64,libffi8 trixie DIR`` makes one.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tests.support.daemons import Log
 from tests.support.unprivileged import ROOT
 
 TIMEOUT_S = 60.0
@@ -30,7 +35,9 @@ TIMEOUT_S = 60.0
 TREES = tuple(dict.fromkeys(Path(tree).resolve() for tree in (ROOT, sys.prefix, sys.base_prefix)))
 """This clone, its Python environment, and the Python behind it."""
 
-_SYSTEMD = Path("/lib/systemd/systemd")
+_BASE = Path(os.environ.get("WEIGHTCACHED_BOX_ROOT", "/"))
+_SYSTEMD = _BASE / "lib/systemd/systemd"
+_DBUS = _BASE / "usr/bin/dbus-daemon"
 _TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "systemd-analyze")
 _BOOT = Path(__file__).with_name("boot.sh")
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
@@ -41,8 +48,9 @@ def missing() -> str | None:
     """What a box would need and this machine lacks, or ``None``."""
     if os.geteuid() != 0:
         return "needs root"
-    if not _SYSTEMD.exists():
-        return "needs systemd (apt-get install systemd)"
+    for name, file in (("systemd", _SYSTEMD), ("dbus", _DBUS)):
+        if not file.exists():
+            return f"needs {name} (apt-get install {name})"
     if lacking := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"needs {', '.join(lacking)}"
     hierarchy = _cgroup2()
@@ -54,6 +62,22 @@ def missing() -> str | None:
 def _cgroup2() -> Path | None:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     return next((Path(point) for _, point, kind, *_ in mounts if kind == "cgroup2"), None)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program that runs in a box. ``log`` is what it writes to standard output."""
+
+    process: subprocess.Popen[str]
+    log: Log
+
+    def end(self) -> int:
+        """Close its standard input and wait for its end; the exit status. Safe to call twice."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        status = self.process.wait(TIMEOUT_S)
+        self.log.join()
+        return status
 
 
 class Box:
@@ -89,11 +113,22 @@ class Box:
         assert not ok or done.returncode == 0, f"{argv}: status {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
-    def popen(self, *argv: str | Path, **options: Any) -> subprocess.Popen[str]:
-        """Start, with pipes to standard input and from standard output. The caller ends it."""
-        return subprocess.Popen(
-            self.command(argv), env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+    @contextmanager
+    def started(self, *argv: str | Path) -> Iterator[Started]:
+        """Start inside, as root. Killed at the end if it still runs."""
+        process = subprocess.Popen(
+            self.command(argv), env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        started = Started(process, Log(process.stdout))
+        try:
+            yield started
+        finally:
+            _kill_children(process.pid)  # `nsenter` waits out here, and ends as what it started does
+            started.end()
+
+    @property
+    def systemd_version(self) -> int:
+        return int(self.run("systemctl", "--version").stdout.split()[1])
 
     def show(self, unit: str, key: str) -> str:
         """One property of a unit."""
@@ -146,9 +181,9 @@ def running_box(trees: Sequence[Path] = TREES) -> Iterator[Box]:
         # `unshare` waits outside the namespaces. It dies with us, and process 1 inside dies with it.
         outer = subprocess.Popen(
             [
-                *("sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', group, "setpriv", "--pdeathsig", "KILL"),
+                *("sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(group), "setpriv", "--pdeathsig", "KILL"),
                 *("unshare", *_NAMESPACES, "--fork", "--kill-child", "--propagation", "private"),
-                *("sh", _BOOT, folder / "scratch", folder / "channel", *trees),
+                *("sh", str(_BOOT), str(_BASE), f"{folder}/scratch", f"{folder}/channel", *map(str, trees)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -157,17 +192,18 @@ def running_box(trees: Sequence[Path] = TREES) -> Iterator[Box]:
         )
         stack.callback(_end, outer)
         _await_ready(notify, outer, folder / "log")
-        [inner] = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
-        yield Box(int(inner))
+        notify.close()  # it says more later, and would stand still where nobody reads that
+        [inner] = _children(outer.pid)
+        yield Box(inner)
 
 
 def _await_ready(notify: socket.socket, outer: subprocess.Popen[bytes], log: Path) -> None:
     """Until process 1 says that it has booted."""
-    died = os.pidfd_open(outer.pid)
+    said, died = notify.fileno(), os.pidfd_open(outer.pid)
     try:
         while True:
-            readable, _, _ = select.select([notify, died], [], [], TIMEOUT_S)
-            assert notify in readable, f"systemd did not come up:\n{log.read_text()}"
+            readable, _, _ = select.select([said, died], [], [], TIMEOUT_S)
+            assert said in readable, f"systemd did not come up:\n{log.read_text()}"
             if b"READY=1" in notify.recv(4096).split(b"\n"):
                 return
     finally:
@@ -177,9 +213,20 @@ def _await_ready(notify: socket.socket, outer: subprocess.Popen[bytes], log: Pat
 def _end(outer: subprocess.Popen[bytes]) -> None:
     """Kill process 1 inside: the kernel ends everything in there before it is gone."""
     if outer.poll() is None:
-        for inner in Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split():
-            os.kill(int(inner), signal.SIGKILL)
+        _kill_children(outer.pid)
         outer.wait(TIMEOUT_S)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _kill_children(pid: int) -> None:
+    for child in _children(pid):
+        os.kill(child, signal.SIGKILL)
 
 
 def _remove_groups(group: Path) -> None:

@@ -2,16 +2,18 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import digest_of
+from tests.support.unprivileged import ROOT
 from tests.systemd.box import TREES, Box, missing, running_box
 from tests.systemd.services import Service
 
 MODEL = "/srv/model"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
@@ -22,20 +24,29 @@ SHAPE = {
 """About 0.1 GiB for each of two ranks."""
 
 
+def install(box: Box) -> None:
+    """As the documentation says, for a clone that may lie in /tmp, which the services do not see otherwise.
+
+    Compiled, as pip leaves it: who runs the services could not write that, and would compile at each start.
+    """
+    rooms = [ROOT / room for room in ("client", "daemon", "loader", "protocol")]
+    box.run("python", "-m", "compileall", "-q", *rooms)
+    box.run(f"{sys.prefix}/bin/weightcached", "install-units")
+    box.run("systemd-sysusers")
+    box.run("systemd-tmpfiles", "--create", "weightcached.conf")
+    trees = " ".join(map(str, TREES))
+    for unit in ("weightcached@.service", "weightcached-engine-example.service"):
+        box.write(f"/etc/systemd/system/{unit}.d/clone.conf", f"[Service]\nBindReadOnlyPaths={trees}\n")
+    box.run("systemctl", "daemon-reload")
+
+
 @pytest.fixture(scope="session")
 def box() -> Iterator[Box]:
     """Booted, and installed as the documentation says. Skips where there can be no box."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
     with running_box() as running:
-        running.run(f"{sys.prefix}/bin/weightcached", "install-units")
-        running.run("systemd-sysusers")
-        running.run("systemd-tmpfiles", "--create", "weightcached.conf")
-        trees = " ".join(map(str, TREES))
-        for unit in ("weightcached@.service", "weightcached-engine-example.service"):
-            # A clone may lie in /tmp, which these services do not see.
-            running.write(f"/etc/systemd/system/{unit}.d/clone.conf", f"[Service]\nBindReadOnlyPaths={trees}\n")
-        running.run("systemctl", "daemon-reload")
+        install(running)
         yield running
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from weightcached.protocol.messages import Grant, Hello, Report, Status
 from weightcached.protocol.places import Place, host_device
 
 RUNTIME_DIR = "/run/weightcached"
-LOOP = Path(__file__).with_name("attach_loop.py")
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Service:
     tp_rank: int = 0
     tp_size: int = 1
     name: str = "default"
+    layout: str = "fused"
 
     @property
     def unit(self) -> str:
@@ -73,7 +73,7 @@ class Service:
     def hello(self) -> Hello:
         """What an engine says that knows its checkpoint's digest: it is granted as soon as there is something."""
         model = self.box.path(self.model)
-        return hello_for(model, layout="fused", tp_size=self.tp_size, tp_rank=self.tp_rank, digest=self.digest)
+        return hello_for(model, layout=self.layout, tp_size=self.tp_size, tp_rank=self.tp_rank, digest=self.digest)
 
     def attach(self, hello: Hello, *, other_than: str | None = None) -> Grant:
         """Be granted, by another keeper than the one with the nonce ``other_than``. Waits in the backlog, and for the
@@ -123,36 +123,31 @@ class Service:
             self.box.path(f"{self.settings}/overridden.conf").unlink()
             self.box.run("systemctl", "daemon-reload")
 
-    @contextmanager
-    def attach_loop(self) -> Iterator[Loop]:
-        """`attach_loop.py` on this rank, running; at the end it must have seen no error."""
-        words = (self.model, str(self.tp_rank), str(self.tp_size), self.user_id())
-        process = self.box.popen("python", LOOP, *words)
-        log = Log(process.stdout)
-        loop = Loop(log)
-        try:
-            loop.await_more(1)
-            yield loop
-            assert process.stdin is not None
-            process.stdin.close()
-            status = process.wait(TIMEOUT_S)
-        finally:
-            process.kill()
-            process.wait()
-            log.join()
-            if process.stdin is not None:
-                process.stdin.close()
-        assert (status, loop.errors) == (0, [])
+    def attach_loop(self) -> AbstractContextManager[Loop]:
+        """`attach_loop.py` on this rank."""
+        return looping(self.box, "attach_loop.py", self.model, self.tp_rank, self.tp_size, self.user_id())
+
+
+@contextmanager
+def looping(box: Box, program: str, *words: object) -> Iterator[Loop]:
+    """A program of this folder that, in the box, does something until its standard input ends, and says each time how
+    that went. It must have seen no error in the end.
+    """
+    with box.started("python", Path(__file__).with_name(program), *map(str, words)) as started:
+        loop = Loop(started.log)
+        loop.await_more(1)
+        yield loop
+        assert (started.end(), loop.errors) == (0, [])
 
 
 class Loop:
-    """What an attach loop has said so far."""
+    """What such a program has said so far."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
 
     @property
-    def attaches(self) -> list[dict[str, Any]]:
+    def done(self) -> list[dict[str, Any]]:
         return [line for line in map(json.loads, list(self._log.lines)) if "error" not in line]
 
     @property
@@ -160,7 +155,7 @@ class Loop:
         return [line["error"] for line in map(json.loads, list(self._log.lines)) if "error" in line]
 
     def await_more(self, count: int) -> None:
-        """Until so many more attaches were seen, without an error."""
+        """Until it was done so many more times, without an error."""
         wanted = len(self._log.lines) + count
         self._log.wait_for(lambda line: "error" in line or len(self._log.lines) >= wanted)
         assert self.errors == []

@@ -32,6 +32,7 @@ def test_a_store_that_is_too_small_is_said_and_weights_are_served(small: Service
         assert (report.state, report.vault) == ("ready", "dropped")
         assert report.vault_reason is not None
         assert "raise FileDescriptorStoreMax=" in report.vault_reason
+        assert "vault: dropped" in small.show("StatusText")
         assert small.show("NFileDescriptorStore") == "2", (
             "the listener and the state; nothing is left of half a generation"
         )

@@ -1,3 +1,5 @@
+import pwd
+
 import pytest
 
 from weightcached.client.engine.command import exit_code
@@ -16,6 +18,12 @@ def test_the_default_mode_is_client() -> None:
     assert parse(["--model", "m"]).mode == "client"
 
 
+def test_daemons_of_other_users_may_be_trusted_by_name_or_number() -> None:
+    user = pwd.getpwall()[-1]
+    assert parse(["--model", "m"]).allow_uids == []
+    assert parse(["--model", "m", "--allow-uid", user.pw_name, "--allow-uid", "7"]).allow_uids == [user.pw_uid, 7]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -29,6 +37,7 @@ def test_the_default_mode_is_client() -> None:
         ["--model", "m", "--timeout", "inf"],
         ["--model", "m", "--dtype", "int8"],
         ["--model", "m", "--mod", "n"],
+        ["--model", "m", "--allow-uid", "nobody-of-that-name"],
     ],
 )
 def test_bad_words_end_with_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
