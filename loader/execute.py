@@ -165,17 +165,29 @@ class _Team:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
             while (slab := self._next()) is not None:
+                if (place := self._place(slab)) is not None:
+                    self._process(slab, place, in_place=True)
+                    continue
                 if len(buffer) < slab.source_nbytes:
                     buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                self._process(slab, buffer[: slab.source_nbytes])
+                self._process(slab, buffer[: slab.source_nbytes], in_place=False)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
-    def _process(self, slab: Slab, buffer: memoryview) -> None:
+    def _place(self, slab: Slab) -> memoryview | None:
+        """Where the slab belongs, if it can be read right there: it stays as it is, and its pages are there already."""
+        parameter = slab.parameter
+        if parameter.transform is not None:
+            return None
+        offset = self._placed[parameter.name].offset + slab.first * itemsize_bytes(parameter.dtype)
+        return self._pages.memory(offset, slab.source_nbytes)
+
+    def _process(self, slab: Slab, buffer: memoryview, *, in_place: bool) -> None:
         read_nbytes = self._reader.fill(slab, buffer)
         outputs = transformed(slab, buffer)
-        for output in outputs:
-            _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
+        if not in_place:
+            for output in outputs:
+                _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
         self._digest_in_turn(slab, outputs, read_nbytes)
 
     def _next(self) -> Slab | None:

@@ -1,7 +1,8 @@
 """Large pages for a segment that is about to be filled: 2 MiB instead of 4 KiB, where the kernel has them to give.
 
-Owns making them, stretch by stretch ahead of whoever writes, and giving up where that does not pay. Used by the loader
-on a segment that is not sealed yet. Never fails and changes no byte: what stays small is slower, not wrong.
+Owns making them, stretch by stretch ahead of whoever writes, giving up where that does not pay, and lending their
+memory to be written in place. Used by the loader on a segment that is not sealed yet. Never fails and changes no byte:
+what stays small is slower, not wrong.
 
 Why: taking small pages is most of the cost of filling a segment (a third of the speed), and every engine that attaches
 pays again for mapping them at first touch (some 200 ms a GiB, instead of 15). How: MADV_COLLAPSE makes one large page
@@ -51,14 +52,18 @@ class LargePages:
         self._end = nbytes // host.LARGE_PAGE_NBYTES * host.LARGE_PAGE_NBYTES
         self._lock = threading.Lock()
         self._frontier = 0
+        self._made = bytearray(-(-self._end // STRETCH_NBYTES))
+        """One byte for each stretch: whether it is made."""
         self._slow_in_a_row = 0
         self.made_nbytes = 0
         self.gave_up: str | None = None if self._end else "the segment is smaller than one"
         """Why no more are made, for the log."""
         self._mapping: host.Mapping | None = None
+        self._memory: memoryview | None = None
         if self._end:
             try:
-                self._mapping = host.map_readonly(segment, nbytes=self._end)
+                self._mapping = host.map_shared(segment, nbytes=self._end)
+                self._memory = self._mapping.view()
             except TransferError as error:
                 self.gave_up = f"the segment cannot be mapped: {error.found}"
 
@@ -78,6 +83,7 @@ class LargePages:
         with self._lock:
             if trouble is None:
                 self.made_nbytes += stop - start
+                self._made[start // STRETCH_NBYTES] = True
             self._slow_in_a_row = self._slow_in_a_row + 1 if trouble or seconds > SLOW_STRETCH_S else 0
             if self._slow_in_a_row >= SLOW_IN_A_ROW_MAX:
                 self.gave_up = trouble or f"the kernel takes {seconds * 1e3:.0f} ms for {(stop - start) >> 20} MiB"
@@ -98,8 +104,19 @@ class LargePages:
                 break
         return os.strerror(number)
 
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:
+        """The segment's own bytes from ``offset``, to be written; None unless all of them lie in large pages made here.
+
+        Writing there takes no page from anybody, so it cannot run out of memory. Not to be kept past :meth:`close`.
+        """
+        first, last = offset // STRETCH_NBYTES, -(-(offset + nbytes) // STRETCH_NBYTES)
+        if self._memory is None or offset + nbytes > self._end or self._made.find(False, first, last) >= 0:
+            return None
+        return self._memory[offset : offset + nbytes]
+
     def close(self) -> None:
-        """Unmap. No thread may be in :meth:`advance`."""
+        """Unmap. No thread may be in :meth:`advance`, and nothing that :meth:`memory` gave may be used again."""
+        self._memory = None
         if self._mapping is not None:
             self._mapping.close()
 

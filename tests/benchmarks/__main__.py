@@ -1,7 +1,7 @@
 """The command: chosen benchmarks, one after the other, their tables as they come, and the results in files.
 
-    python -m tests.benchmarks [attach|load|reads|restart|touch …] [--quick] [--gib G] [--rounds N] [--dir DIR]
-                               [--out DIR]
+    python -m tests.benchmarks [attach|load|reads|restart|touch …] [--quick] [--gib G] [--rounds N] [--no-settle]
+                               [--dir DIR] [--out DIR]
 
 Exit codes: 0 all ran (met targets or not) · 1 one could not run · 130 interrupted.
 """
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         quick=given.quick,
         load_gib=given.gib or (0.25 if given.quick else 2.0),
         rounds=given.rounds or (1 if given.quick else 5),
+        settle=not given.no_settle,
     )
     facts = machine.facts(argv)
     print("\n".join(f"{key}: {value}" for key, value in facts.items()), flush=True)
@@ -69,6 +70,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smaller, once, in about a minute: proves that it runs")
     parser.add_argument("--gib", type=float, metavar="G", help="size of the checkpoint that is loaded (default: 2)")
     parser.add_argument("--rounds", type=int, metavar="N", help="loads of each kind (default: 5)")
+    parser.add_argument("--no-settle", action="store_true", help="load into whatever memory the system has (settle.py)")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="for temporary checkpoints (default: as tempfile says)")
     parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "build" / "benchmarks", help="for results")
     given = parser.parse_args(argv)

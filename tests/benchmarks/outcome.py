@@ -18,6 +18,8 @@ class Settings:
     quick: bool = False
     load_gib: float = 2.0
     rounds: int = 5
+    settle: bool = True
+    """Whether loads start with memory that the machine really has (`settle.py`)."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from weightcached.loader.reading import ALONE_NBYTES
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import CheckpointChanged, CheckpointError, InsufficientMemory, TruncatedFile
 from weightcached.protocol.manifest import Manifest
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory import host, large_pages
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -86,6 +86,30 @@ def test_slabs_threads_and_casts_change_nothing(tmp_path, size, slab_nbytes, thr
     wanted = naive.execute(prepared.plan, directory)
     assert got == {name: array.tobytes() for name, array in wanted.items()}
     assert executed.digests == {name: xxhash.xxh3_128(array.tobytes()).digest() for name, array in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "hf", "tp_size": 1, "tp_rank": 0},
+        {"layout": "fused", "tp_size": 2, "tp_rank": 1},
+        {"layout": "fused", "tp_size": 1, "tp_rank": 0, "dtype": "float16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("give_up", [False, True])
+def test_a_segment_of_large_pages_or_of_some_holds_the_same(tmp_path, monkeypatch, caplog, options, give_up):
+    """Slabs are read right into large pages, through a buffer into small ones, and the two may meet in a parameter."""
+    monkeypatch.setattr(large_pages, "SLOW_STRETCH_S", 0.0 if give_up else 60.0)
+    monkeypatch.setattr(large_pages, "STRETCH_NBYTES", host.LARGE_PAGE_NBYTES)
+    monkeypatch.setattr(large_pages, "AHEAD_NBYTES", 2 * host.LARGE_PAGE_NBYTES)
+    caplog.set_level("INFO")
+    directory = tiny_llama(tmp_path / "model", hidden_size=512, intermediate_size=1030, vocab_size=9000, head_dim=128)
+    outcome = load(directory, **options)
+    wanted = naive.execute(outcome.prepared.plan, directory)
+    assert outcome.data == {name: array.tobytes() for name, array in wanted.items()}
+    if "large pages: 0 of" in caplog.text:
+        pytest.skip(f"this kernel makes no large pages here: {caplog.messages[-1]}")
 
 
 def assembled(directory, tensors, parameters):

@@ -121,6 +121,30 @@ def test_pages_are_made_only_so_far_ahead() -> None:
         assert pages.made_nbytes == AHEAD_NBYTES + STRETCH_NBYTES
 
 
+@pytest.mark.usefixtures("patient")
+def test_memory_is_lent_where_all_of_it_is_in_large_pages(segment: int) -> None:
+    data = random_bytes(WHOLE_PAGES_NBYTES)
+    with LargePages(segment, nbytes=NBYTES) as pages:
+        assert pages.memory(0, 1) is None
+        pages.advance(0)
+        require_kernel(pages)
+        assert pages.memory(0, STRETCH_NBYTES) is not None
+        assert pages.memory(STRETCH_NBYTES - 1, 2) is None
+        pages.advance(0)
+        assert pages.memory(WHOLE_PAGES_NBYTES, 1) is None
+        assert pages.memory(WHOLE_PAGES_NBYTES - 1, 2) is None
+        before = os.fstat(segment).st_blocks
+        for offset in range(0, WHOLE_PAGES_NBYTES, LARGE):
+            lent = pages.memory(offset, LARGE)
+            assert lent is not None
+            lent[:] = data[offset : offset + LARGE]
+        assert os.fstat(segment).st_blocks == before
+        del lent
+    assert pages.memory(0, 1) is None
+    host.seal(segment)
+    assert os.pread(segment, WHOLE_PAGES_NBYTES, 0) == data
+
+
 def test_a_file_is_left_as_it_is(tmp_path: Path) -> None:
     """Disk files have no such pages: after three refusals nothing more is tried."""
     path = tmp_path / "file"
