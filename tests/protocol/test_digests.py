@@ -536,8 +536,12 @@ def test_what_is_planted_where_a_sidecar_is_written_aside_is_not_written_to(tmp_
     directory = tmp_path / "model"
     directory.mkdir()
     aside = directory / f".{SIDECAR_NAME}.{os.getpid()}"
-    plant = {"hard link": lambda: os.link(victim, aside), "link": lambda: aside.symlink_to(victim)}
-    plant |= {"FIFO": lambda: os.mkfifo(aside), "file": lambda: aside.write_text("planted")}
+    plant: dict[str, Callable[[], object]] = {
+        "hard link": lambda: os.link(victim, aside),
+        "link": lambda: aside.symlink_to(victim),
+        "FIFO": lambda: os.mkfifo(aside),
+        "file": lambda: aside.write_text("planted"),
+    }
     plant[kind]()
     sidecar = Sidecar("a" * 64, None, 1)
     write_sidecar(directory, sidecar)
