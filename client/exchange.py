@@ -30,6 +30,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.messages import WAIT_MAX_S, Grant, Hello, Loading, Refused, Unproven
+from weightcached.protocol.text import one_line
 
 logger = logging.getLogger("weightcached.client")
 
@@ -174,10 +175,11 @@ class _Waiting:
 
 
 def _words(loading: Loading) -> str:
+    stage = one_line(loading.stage)
     if not loading.bytes_total:
-        return loading.stage
+        return stage
     done, total, rate = loading.bytes_done / 1e9, loading.bytes_total / 1e9, loading.bytes_per_s / 1e9
-    return f"{loading.stage}, {done:.2f} of {total:.2f} GB at {rate:.2f} GB/s"
+    return f"{stage}, {done:.2f} of {total:.2f} GB at {rate:.2f} GB/s"
 
 
 def require_no_descriptors(frame: Frame, where: str) -> None:
@@ -201,9 +203,8 @@ def _proven(message: Unproven, evidence: Evidence, prove: Callable[[Evidence], E
             where=where,
             next_step="wait until the daemon knows its digest (`weightcached status`), then start the engine again",
         )
-    logger.info(
-        "receipts prove nothing (%s; rule: %s): computing the checkpoint's digest", message.reason, message.rule
-    )
+    why = one_line(f"{message.reason}; rule: {message.rule}")
+    logger.info("receipts prove nothing (%s): computing the checkpoint's digest", why)
     return prove(evidence)
 
 

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from weightcached.protocol.config import Provenance, provenance_of
+from weightcached.protocol.text import one_line
 
 logger = logging.getLogger("weightcached.client")
 
@@ -36,10 +37,14 @@ def compare(mine: Provenance | None, theirs: Provenance, *, where: str) -> None:
     ):
         if our != their:
             logger.warning(
-                "the daemon at %s has the same weights with another %s: daemon %s, engine %s", where, what, their, our
+                "the daemon at %s has the same weights with another %s: daemon %s, engine %s",
+                where,
+                what,
+                one_line(str(their)),
+                our,
             )
     if (mine.host, mine.path) != (theirs.host, theirs.path):
-        logger.info("the daemon at %s loaded %s on %s", where, theirs.path, theirs.host)
+        logger.info("the daemon at %s loaded %s", where, one_line(f"{theirs.path} on {theirs.host}"))
 
 
 @functools.lru_cache(maxsize=8)

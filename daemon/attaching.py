@@ -32,10 +32,12 @@ Answer = Generation | Refused | Unproven | Loading
 
 
 async def attend(
-    hello: Hello, record: Record, tell: Callable[[Loading], Awaitable[None]]
+    hello: Hello, record: Record, tell: Callable[[Loading], Awaitable[None]], *, uid: int
 ) -> Generation | Refused | Unproven:
-    """Wait until there is an answer, telling the client how far things are, at most as long as it wants to wait."""
-    return await _attend(lambda: answer_now(hello, record), hello.wait_s, record, tell)
+    """Wait until there is an answer, telling the client (of user ``uid``) how far things are, at most as long as it
+    wants to wait.
+    """
+    return await _attend(lambda: answer_now(hello, record, uid=uid), hello.wait_s, record, tell)
 
 
 async def attend_resume(
@@ -85,7 +87,7 @@ def resume_now(resume: Resume, record: Record) -> Answer:
     )
 
 
-def answer_now(hello: Hello, record: Record) -> Answer:
+def answer_now(hello: Hello, record: Record, *, uid: int) -> Answer:
     """The answer at this moment. May start a digest that the client's proof needs. Raises ProtocolError."""
     if record.state in (State.DRAINING, State.STOPPED):
         return refusal(_draining())
@@ -95,12 +97,12 @@ def answer_now(hello: Hello, record: Record) -> Answer:
         return refusal(_failed(record.last_error))
     if record.published is None:
         return record.progress.current
-    return _content(hello, record.published)
+    return _content(hello, record.published, uid)
 
 
-def _content(hello: Hello, published: Published) -> Answer:
+def _content(hello: Hello, published: Published, uid: int) -> Answer:
     generation, digesting = published.generation, published.digesting
-    verdict = prove(hello, generation, published.proven)
+    verdict = prove(hello, generation, published.proven, uid=uid)
     if isinstance(verdict, Granted):
         return generation
     if isinstance(verdict, Denied):

@@ -17,8 +17,8 @@ import socket
 import stat
 from pathlib import Path
 
-from weightcached.protocol.errors import InvalidPlace, PlaceTaken
-from weightcached.protocol.peers import AllowList, check_directory, peer_of
+from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon
+from weightcached.protocol.peers import AllowList, check_directory, check_way, peer_of
 from weightcached.protocol.places import Place
 
 BACKLOG = 1024
@@ -153,13 +153,15 @@ class Claim:
 def take(place: Place, allowed: AllowList) -> Claim:
     """Make and check the place's directory, then lock it. Nobody else's files are touched when this raises.
 
-    Raises PlaceTaken naming the holder, UntrustedDaemon for a directory that others could write to, InvalidPlace when
-    the file system says no.
+    Raises PlaceTaken naming the holder, UntrustedDaemon for a directory or a lock file that others could write to or
+    exchange, InvalidPlace when the file system says no.
     """
+    with contextlib.suppress(FileNotFoundError):
+        check_way(place.runtime_dir, allowed)  # before anything is made on it
     for directory in (place.runtime_dir, place.directory):
         _make_directory(directory)
         check_directory(directory, allowed)
-    fd = _lock(place)
+    fd = _lock(place, allowed)
     try:
         _write_holder(fd, place)
     except BaseException:
@@ -172,6 +174,12 @@ def _make_directory(directory: Path) -> None:
     for missing in reversed([path for path in (directory, *directory.parents) if not os.path.exists(path)]):
         try:
             os.mkdir(missing, _DIRECTORY_MODE)
+            # A umask may have taken more away than others need to reach the socket. Of what was made, not of a name.
+            fd = os.open(missing, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchmod(fd, _DIRECTORY_MODE)
+            finally:
+                os.close(fd)
         except FileExistsError:
             continue
         except OSError as error:
@@ -181,17 +189,17 @@ def _make_directory(directory: Path) -> None:
                 where=missing,
                 next_step="make it for this user (systemd: RuntimeDirectory=), or choose another --runtime-dir",
             ) from error
-        os.chmod(missing, _DIRECTORY_MODE)  # a umask may have taken more away than others need to reach the socket
 
 
-def _lock(place: Place) -> int:
-    """The locked descriptor of the file that is at the lock's path. Raises PlaceTaken or InvalidPlace."""
+def _lock(place: Place, allowed: AllowList) -> int:
+    """The locked descriptor of what is at the lock's path. Raises PlaceTaken, UntrustedDaemon or InvalidPlace."""
     for _ in range(_LOCK_ATTEMPTS):
         try:
             fd = os.open(place.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _LOCK_MODE)
         except OSError as error:
             raise InvalidPlace("cannot open the lock file", found=error.strerror, where=place.lock_path) from error
         try:
+            _require_private(fd, place.lock_path, allowed)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(place.lock_path)):
@@ -210,6 +218,21 @@ def _lock(place: Place) -> int:
             raise
         os.close(fd)  # the file was replaced before we had it locked: what is at the path now decides
     raise InvalidPlace("somebody keeps replacing the lock file", where=place.lock_path)
+
+
+def _require_private(fd: int, path: Path, allowed: AllowList) -> None:
+    """Only a file that nobody else can open, under no other name: what is written into it is written nowhere else."""
+    found = os.fstat(fd)
+    others = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and allowed.admits_uid(found.st_uid) and not others:
+        return
+    raise UntrustedDaemon(
+        "the lock file is not one that a daemon made",
+        expected="a regular file of mode 0600 with one name, of a user we trust",
+        found=f"{stat.filemode(found.st_mode)}, {found.st_nlink} names, uid {found.st_uid}",
+        where=path,
+        next_step="see that no daemon serves this place, and remove it",
+    )
 
 
 def _write_holder(fd: int, place: Place) -> None:

@@ -197,7 +197,7 @@ class Connection:
 
     async def _hello(self, hello: Hello) -> float | None:
         asked_s = time.monotonic()
-        answer = await attend(hello, self._record, self._send)
+        answer = await attend(hello, self._record, self._send, uid=self.peer.uid)
         if isinstance(answer, Generation):
             await self._grant(hello, answer)
             self._record.attach_durations.add(time.monotonic() - asked_s)

@@ -18,6 +18,8 @@ from weightcached.protocol.peers import Peer
 SHOWN_MAX = 1000
 DETACHED_AFTER_S = 15.0
 """An engine gives a sign of life every five seconds: one that has missed three is stopped, or hangs."""
+COUNT_MAX = (1 << 63) - 1
+"""Of what a message can carry."""
 _PROCESSES_MAX = 4096
 _NAME_MAX_CHARACTERS = 64
 
@@ -102,9 +104,10 @@ class FallbackCount:
 
     def hear(self, peer: Peer, name: str, count: int) -> None:
         """``count`` is the process's own, since it began. The least recently heard processes are forgotten."""
-        process = (peer.pid, peer.uid, name)
+        process = (peer.pid, peer.uid, name[:_NAME_MAX_CHARACTERS])
         known = self._known.pop(process, 0)
-        self.total += count - known if count >= known else count  # fewer: another process, with the pid of one gone
+        new = count - known if count >= known else count  # fewer: another process, with the pid of one gone
+        self.total = min(self.total + new, COUNT_MAX)  # a count that lies must not make one that no report can carry
         self._known[process] = count
         while len(self._known) > _PROCESSES_MAX:
             self._known.popitem(last=False)

@@ -24,7 +24,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
 
 class TextFormatter(logging.Formatter):
     """``2026-01-02T03:04:05.678Z INFO keeper: ready  place=default/host-tp0of1 bytes=123``, then a traceback if there
-    is one.
+    is one, each of its lines set in: what an error quotes cannot begin a line that looks like a record.
     """
 
     converter = staticmethod(time.gmtime)
@@ -36,12 +36,12 @@ class TextFormatter(logging.Formatter):
         if fields := fields_of(record):
             line += "  " + " ".join(f"{key}={_value(value)}" for key, value in fields.items())
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "".join(f"\n    {one_line(text)}" for text in self.formatException(record.exc_info).splitlines())
         return line
 
 
 def _value(value: object) -> str:
-    text = one_line(str(value))
+    text = one_line(str(value).replace("\\", "\\\\"))
     if text and not any(character in ' "=' for character in text):
         return text
     return '"' + text.replace('"', '\\"') + '"'

@@ -7,6 +7,8 @@ what is done with a verdict (send, wait, compute a digest) is the connection's b
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -51,6 +53,8 @@ class ProvenReceipts:
     """Receipts of other views of our files (another mount) that a digest has proven; the oldest are forgotten first.
 
     Belongs to one generation. Only receipts that their sender trusts get in: others prove nothing the next time either.
+    That the receipts are of files with that digest is the sender's word, so it counts for its own user only: a hostile
+    engine must not have another user's checkpoint taken for ours. Root's word and our own count for everybody.
     ``on_new`` is called after one that was not known.
     """
 
@@ -61,25 +65,36 @@ class ProvenReceipts:
         self._known: OrderedDict[str, None] = OrderedDict.fromkeys(known)
         self.on_new = on_new
 
-    def __contains__(self, receipts: str) -> bool:
-        return receipts in self._known
+    def hold_for(self, uid: int, receipts: str) -> bool:
+        """Whether somebody whose word counts for user ``uid`` has proven them."""
+        return any(_entry(vouching, receipts) in self._known for vouching in (0, uid))
 
     def __iter__(self) -> Iterator[str]:
-        """Oldest first."""
+        """The entries to be kept for the next keeper, oldest first."""
         return iter(self._known)
 
-    def remember(self, receipts: str) -> None:
-        new = receipts not in self._known
-        self._known[receipts] = None
-        self._known.move_to_end(receipts)
+    def remember(self, uid: int, receipts: str) -> None:
+        """User ``uid`` has proven them."""
+        entry = _entry(uid, receipts)
+        new = entry not in self._known
+        self._known[entry] = None
+        self._known.move_to_end(entry)
         while len(self._known) > self._at_most:
             self._known.popitem(last=False)
         if new and self.on_new is not None:
             self.on_new()
 
 
-def prove(hello: Hello, generation: Generation, proven: ProvenReceipts) -> Verdict:
-    """Compare what the client wants with ``generation``. Remembers receipts that a digest proves, in ``proven``."""
+def _entry(uid: int, receipts: str) -> str:
+    """What is remembered, 64 hex digits: whose word it is, and on what."""
+    whose = "everybody" if uid in (0, os.geteuid()) else str(uid)
+    return hashlib.sha256(f"{whose} {receipts}".encode()).hexdigest()
+
+
+def prove(hello: Hello, generation: Generation, proven: ProvenReceipts, *, uid: int) -> Verdict:
+    """Compare what the client, of user ``uid``, wants with ``generation``. Remembers receipts that a digest proves, in
+    ``proven``.
+    """
     if hello.want == "current":
         return Granted("the client takes whatever is current")
     if hello.want != "checkpoint":
@@ -97,9 +112,9 @@ def prove(hello: Hello, generation: Generation, proven: ProvenReceipts) -> Verdi
                 )
             )
         if hello.receipts is not None and hello.receipts_trusted:
-            proven.remember(hello.receipts)
+            proven.remember(uid, hello.receipts)
         return Granted("equal content digests")
-    by_receipts = _receipts(hello, generation, proven)
+    by_receipts = _receipts(hello, generation, proven, uid)
     if hello.digest is not None and not isinstance(by_receipts, Granted):
         return NeedsOurDigest()
     return by_receipts
@@ -121,7 +136,7 @@ def _version(want: str, generation: Generation) -> Verdict:
     )
 
 
-def _receipts(hello: Hello, generation: Generation, proven: ProvenReceipts) -> Verdict:
+def _receipts(hello: Hello, generation: Generation, proven: ProvenReceipts, uid: int) -> Verdict:
     ours = generation.receipts
     if hello.receipts is None:
         return Denied(
@@ -135,7 +150,7 @@ def _receipts(hello: Hello, generation: Generation, proven: ProvenReceipts) -> V
     if not hello.receipts_trusted:
         rule = "the client's files lie where inode and ctime are not trusted"
         return NotProven("receipts of the client's files prove nothing", rule)
-    if hello.receipts in proven:
+    if proven.hold_for(uid, hello.receipts):
         return Granted("receipts that a digest proved before")
     if not ours.trusted:
         return NotProven("receipts of the daemon's files prove nothing", ours.rule or "not trusted there")

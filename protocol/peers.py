@@ -88,7 +88,7 @@ def check_directory(directory: Path, allowed: AllowList) -> None:
     (``/var/run``) are, where nobody else could have put them there. Raises UntrustedDaemon; FileNotFoundError passes
     through.
     """
-    _check_way(directory, allowed)
+    check_way(directory, allowed)
     found = os.lstat(directory)
     where = directory
     if not stat.S_ISDIR(found.st_mode):
@@ -113,10 +113,11 @@ def check_directory(directory: Path, allowed: AllowList) -> None:
         )
 
 
-def _check_way(directory: Path, allowed: AllowList) -> None:
+def check_way(directory: Path, allowed: AllowList) -> None:
     """Refuse a way on which somebody we do not trust could put another directory in the place of ours.
 
     Sticky is enough here (``/tmp``): what we pass through belongs to people we trust, so nobody else can rename it.
+    Raises UntrustedDaemon; FileNotFoundError at the first that is not there, and what is there has been looked at then.
     """
     for passed in _way(directory):
         found = os.lstat(passed)

@@ -119,5 +119,8 @@ def _entries(directory: Path) -> list[str]:
 
 
 def sockets_near(place: Place) -> list[Path]:
-    """Socket files that exist in ``place``'s runtime directory, to help whoever looked at the wrong path."""
-    return sorted(place.runtime_dir.glob(f"*/*{SOCKET_SUFFIX}"))
+    """Socket files that exist in ``place``'s runtime directory, to help whoever looked at the wrong path. Names that no
+    place could have, such as those that play tricks on a terminal, are left out.
+    """
+    found = place.runtime_dir.glob(f"*/*{SOCKET_SUFFIX}")
+    return sorted(path for path in found if _NAME.fullmatch(path.name) and _NAME.fullmatch(path.parent.name))

@@ -1,5 +1,6 @@
 """The conversation of an attach with a daemon that follows a script: each answer, each silence, each broken frame."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -220,6 +221,25 @@ def test_unproven_is_answered_with_the_digest(
     assert first.digest is None
     assert second.digest is not None
     assert second.receipts == first.receipts
+
+
+def test_a_daemons_words_play_no_tricks_on_whoever_reads_our_log(
+    grant: HonestGrant, serve: Serve, attached: Attached, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    tricks = "\x1b[2J\x1b]0;owned\x07\nWARNING forged"
+    loading = LOADING.model_copy(update={"stage": tricks})
+    unproven = Unproven(reason=tricks, rule=tricks)
+    provenance = grant.message.provenance.model_copy(update={"path": tricks, "host": tricks, "revision": tricks})
+    theirs = dataclasses.replace(grant, message=grant.message.model_copy(update={"provenance": provenance}))
+    steps = [Send(loading), Send(loading.model_copy(update={"bytes_total": 0})), Send(unproven), Receive()]
+    with serve(*steps, theirs.step()), attached(cache_dir=tmp_path / "digests"):
+        pass
+    refused = Refused(code="daemon_failed", message=tricks, found=tricks, next_step=tricks)
+    with serve(Send(refused)), pytest.raises(errors.DaemonFailed) as caught:
+        attached()
+    said = [record.getMessage() for record in log.records] + [str(caught.value)]
+    assert sum("owned" in line for line in said) == 5
+    assert all(line.isprintable() for line in said)
 
 
 def test_a_digest_that_proves_nothing_either(serve: Serve, attached: Attached, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.support.resources import open_fds
 from weightcached.client import WeightSet
 from weightcached.client.backoff import FIRST_S, LONGEST_S, Backoff
 from weightcached.client.lease import Lease
-from weightcached.protocol.errors import DaemonUnreachable
+from weightcached.protocol.errors import DaemonUnreachable, GenerationGone
 from weightcached.protocol.messages import Event, Hello, Loading, Message, Pong, Refused, Resume, Status
 from weightcached.protocol.places import Place
 from weightcached.protocol.testing import (
@@ -533,6 +533,18 @@ def test_closing_while_a_stale_lease_asks_what_is_served_now(
         started_s = time.monotonic()
         weights.close()
         assert time.monotonic() - started_s < 1
+        assert told.nothing_more
+
+
+def test_nothing_moves_after_close(lives: Lives, attached: Attached) -> None:
+    """What the watcher was about to say when the lease was closed: policy ``exit`` would end this very process."""
+    with lives([Stall()]):
+        weights = attached(on_stale="exit")
+        lease, told = lease_of(weights), Told(lease_of(weights))
+        weights.close()
+        lease._lose("too late")
+        lease._go_stale(GenerationGone("too late"), None)
+        assert (lease.state, lease.losses) == ("closed", 0)
         assert told.nothing_more
 
 

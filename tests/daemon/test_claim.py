@@ -8,11 +8,14 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.unprivileged import ROOT
+from tests.support.forked import in_child
+from tests.support.listeners import listening_as
+from tests.support.unprivileged import NOBODY, ROOT
 from weightcached.daemon.claim import Claim, take
 from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon
 from weightcached.protocol.peers import AllowList, peer_of
@@ -346,3 +349,146 @@ def test_an_orphaned_socket_file_is_removed_and_a_listening_one_is_not(place: Pl
     with pytest.raises(InvalidPlace):
         first.remove_orphan()
     first.release()
+
+
+# What others may have put there
+
+
+@pytest.fixture
+def victim(runtime_dir: Path) -> Path:
+    """Somebody's file, which must stay as it is."""
+    victim = runtime_dir.parent / "victim"
+    victim.write_text("precious")
+    victim.chmod(0o600)
+    return victim
+
+
+def _link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def _dangling(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name("nothing"))
+
+
+def _hard_link(path: Path, victim: Path) -> None:
+    os.link(victim, path)
+
+
+def _fifo(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def _open_to_others(path: Path, victim: Path) -> None:
+    path.touch()
+    path.chmod(0o644)
+
+
+PLANTS = [
+    *[("lock_path", make) for make in (_link, _dangling, _hard_link, _fifo, _open_to_others)],
+    *[("socket_path", make) for make in (_link, _dangling, _hard_link, _fifo)],
+    *[("binding_path", make) for make in (_link, _dangling, _hard_link, _fifo)],
+]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("where", "make"), PLANTS, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_nothing_that_is_planted_is_followed_waited_for_or_written_to(
+    place: Place, victim: Path, where: str, make: Callable[[Path, Path], None]
+) -> None:
+    place.directory.mkdir(parents=True)
+    path: Path = getattr(place, where)
+    make(path, victim)
+    before = os.lstat(path)
+    with pytest.raises((InvalidPlace, UntrustedDaemon)) as refused:
+        claim_and_listen(place)
+    assert str(path) in str(refused.value)
+    assert os.path.samestat(before, os.lstat(path))
+    assert victim.read_text() == "precious"
+    assert not victim.with_name("nothing").exists()
+    assert sorted(found.name for found in place.directory.iterdir() if found != place.lock_path) == (
+        [] if where == "lock_path" else [path.name]
+    )
+
+
+@pytest.mark.parametrize("level", ["runtime_dir", "directory"])
+@pytest.mark.parametrize("target", ["there", "not there"])
+def test_a_directory_that_is_a_link_is_refused(place: Place, level: str, target: str) -> None:
+    elsewhere = place.runtime_dir.parent / "elsewhere"
+    if target == "there":
+        elsewhere.mkdir()
+    directory: Path = getattr(place, level)
+    directory.parent.mkdir(exist_ok=True)
+    directory.symlink_to(elsewhere)
+    with pytest.raises(UntrustedDaemon, match="not a directory"):
+        take(place, NOBODY_ELSE)
+    assert not elsewhere.exists() or list(elsewhere.iterdir()) == []
+
+
+def test_on_a_way_that_others_could_change_nothing_is_made(runtime_dir: Path) -> None:
+    runtime_dir.mkdir()
+    runtime_dir.chmod(0o777)
+    place = Place(runtime_dir / "a" / "b", "default", "host-tp0of1")
+    with pytest.raises(UntrustedDaemon, match="on the way"):
+        take(place, NOBODY_ELSE)
+    assert list(runtime_dir.iterdir()) == []
+
+
+@pytest.mark.root
+class TestOfAnotherUser:
+    """Members of a group that may write to the directory, and is on the allow-list, plant what they like there."""
+
+    GROUP = 4242
+    TRUSTED = AllowList(gids={GROUP})
+
+    @pytest.fixture
+    def shared(self, place: Place) -> Place:
+        place.runtime_dir.parent.chmod(0o755)
+        place.directory.mkdir(parents=True)
+        os.chown(place.directory, 0, self.GROUP)
+        place.directory.chmod(0o2775)
+        return place
+
+    def plant(self, work: Callable[[], object]) -> None:
+        def as_member() -> None:
+            os.setgroups([self.GROUP])
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            work()
+
+        in_child(as_member)
+
+    @pytest.mark.parametrize("make", [_link, _dangling, _fifo, _open_to_others])
+    @pytest.mark.parametrize("where", ["lock_path", "socket_path", "binding_path"])
+    def test_what_they_plant_is_refused(
+        self, shared: Place, victim: Path, where: str, make: Callable[[Path, Path], None]
+    ) -> None:
+        path: Path = getattr(shared, where)
+        self.plant(lambda: make(path, victim))
+        with pytest.raises((InvalidPlace, UntrustedDaemon)):
+            take(shared, self.TRUSTED).listen(mode=0o600)
+        assert victim.read_text() == "precious"
+        assert os.lstat(path).st_uid == NOBODY
+
+    def test_a_lock_that_they_hold_keeps_no_daemon_from_saying_what_is_wrong(self, shared: Place) -> None:
+        self.plant(lambda: os.close(os.open(shared.lock_path, os.O_CREAT, 0o600)))
+        with pytest.raises(UntrustedDaemon, match=f"uid {NOBODY}"):
+            take(shared, self.TRUSTED)
+
+    def test_who_listens_there_is_named(self, shared: Place) -> None:
+        shared.directory.chmod(0o777)
+        with listening_as(NOBODY, shared.socket_path):
+            shared.directory.chmod(0o755)
+            claim = take(shared, NOBODY_ELSE)
+            with pytest.raises(PlaceTaken, match=f"uid {NOBODY}"):
+                claim.listen(mode=0o600)
+            claim.release()
+
+    @pytest.mark.parametrize("level", ["runtime_dir", "directory", "above"])
+    def test_in_their_own_directory_nothing_is_made(self, place: Place, level: str) -> None:
+        place.directory.mkdir(parents=True)
+        theirs = {"above": place.runtime_dir.parent}.get(level) or getattr(place, level)
+        os.chown(theirs, NOBODY, NOBODY)
+        with pytest.raises(UntrustedDaemon, match=f"uid {NOBODY}"):
+            take(place, NOBODY_ELSE)
+        assert list(place.directory.iterdir()) == []
+        take(place, AllowList(uids={NOBODY})).release()

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import re
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -28,6 +30,29 @@ def test_no_field_can_begin_a_line() -> None:
     line = TextFormatter().format(record("granted", client="x\n1970-01-01 INFO keeper: forged\x1b[2J"))
     assert "\n" not in line
     assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("words", ["a\\", 'a\\" pid=0 b', 'a" pid=0', "a\\\\", "a\n", "\\x1b", "\x1b"])
+def test_no_field_can_end_another(words: str) -> None:
+    """As a reader takes it apart: quoted or not, a backslash before what stands for itself."""
+    line = TextFormatter().format(record("granted", client=words, last=1))
+    fields = line.split("  ", 1)[1]
+    found = re.fullmatch(r'client=("(?:[^"\\]|\\.)*"|[^" =]+) last=1', fields)
+    assert found is not None, fields
+
+
+def test_no_error_can_begin_a_line_that_looks_like_a_record() -> None:
+    try:
+        raise ValueError("x\n1970-01-01T00:00:00.007Z INFO keeper: forged\r\x1b[2J")
+    except ValueError:
+        broken = record("failed")
+        broken.exc_info = sys.exc_info()
+    first, *others = TextFormatter().format(broken).split("\n")
+    assert first.endswith("failed")
+    assert any("forged" in line for line in others)
+    for line in others:
+        assert line.startswith("    ")
+        assert line.isprintable()
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """The proof table: what receipts, digests and `want` lead to, for every combination that differs in its outcome."""
 
 import dataclasses
+import os
 
 import pytest
 
+from weightcached.daemon import proof
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin
-from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, ProvenReceipts, prove
+from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, ProvenReceipts, Verdict
 from weightcached.protocol.config import CacheConfig, Parallel, Provenance
 from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven
@@ -37,6 +39,14 @@ def generation(*, digest: str | None = None, trusted: bool = True) -> Generation
         origin=Origin("/model", None),
         seconds={},
     )
+
+
+OURSELVES = os.geteuid()
+ENGINE, STRANGER = 70_001, 70_002
+
+
+def prove(asked: Hello, held: Generation, proven: ProvenReceipts, *, uid: int = OURSELVES) -> Verdict:
+    return proof.prove(asked, held, proven, uid=uid)
 
 
 def hello(
@@ -128,10 +138,33 @@ def test_receipts_that_nobody_trusts_or_that_mismatched_are_not_remembered() -> 
 def test_the_oldest_proven_receipts_are_forgotten_first() -> None:
     proven = ProvenReceipts(at_most=2)
     for name in ("first", "second", "first", "third"):
-        proven.remember(name)
-    assert "second" not in proven
-    assert "first" in proven
-    assert "third" in proven
+        proven.remember(0, name)
+    assert not proven.hold_for(0, "second")
+    assert proven.hold_for(0, "first")
+    assert proven.hold_for(0, "third")
+
+
+def test_what_one_user_says_of_receipts_does_not_count_for_another() -> None:
+    """A hostile engine says that the receipts of somebody's checkpoint are those of files with our digest. Whose
+    checkpoint it is must not be given our weights for it.
+    """
+    held, proven = generation(digest=DIGEST), ProvenReceipts()
+    assert isinstance(prove(hello(receipts=THEIRS, digest=DIGEST), held, proven, uid=STRANGER), Granted)
+    for uid in (ENGINE, 0, OURSELVES):
+        assert isinstance(prove(hello(receipts=THEIRS), held, proven, uid=uid), NotProven)
+    assert isinstance(prove(hello(receipts=THEIRS), held, proven, uid=STRANGER), Granted)
+    kept = ProvenReceipts(proven)  # by the next keeper
+    assert isinstance(prove(hello(receipts=THEIRS), held, kept, uid=STRANGER), Granted)
+    assert isinstance(prove(hello(receipts=THEIRS), held, kept, uid=ENGINE), NotProven)
+    for entry in proven:  # nor do the words in which it is kept help anybody
+        assert isinstance(prove(hello(receipts=entry), held, kept, uid=STRANGER), NotProven)
+
+
+@pytest.mark.parametrize("uid", [0, OURSELVES])
+def test_what_root_and_the_daemons_own_user_say_counts_for_everybody(uid: int) -> None:
+    held, proven = generation(digest=DIGEST), ProvenReceipts()
+    prove(hello(receipts=THEIRS, digest=DIGEST), held, proven, uid=uid)
+    assert isinstance(prove(hello(receipts=THEIRS), held, proven, uid=STRANGER), Granted)
 
 
 def test_a_digest_that_becomes_known_changes_the_version_and_nothing_else() -> None:

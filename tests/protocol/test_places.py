@@ -96,7 +96,10 @@ def test_strangers_in_the_directory_are_passed_over(tmp_path: Path) -> None:
         (tmp_path / name / "host.sock").touch()
     for entry in ("host.sock.new", "notes.txt", ".sock", "-x.lock"):
         (tmp_path / "a" / entry).touch()
+    (tmp_path / "\x1b[2J\nforged").mkdir()
+    (tmp_path / "\x1b[2J\nforged" / "host.sock").touch()
     assert [str(place) for place in places_in(tmp_path)] == ["a/host"]
+    assert all(str(path).isprintable() for path in sockets_near(Place(tmp_path, "c", "d")))
 
 
 def test_a_missing_directory_has_no_places(tmp_path: Path) -> None:

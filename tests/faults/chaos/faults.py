@@ -272,10 +272,12 @@ class StopSupervisor(Fault):
 
 
 class KillSupervisor(Fault):
-    """kill -9: the vault is gone, and the socket file is left with nobody behind it."""
+    """kill -9: the vault is gone, and the socket file is left with nobody behind it: loud, and no reason to fall back.
+    The next keeper replaces the file.
+    """
 
     weight = 2
-    permits = STOPPED
+    permits = frozenset({DaemonUnreachable.code})
     keeps_weights = False
 
     def strike(self, world: World, site: Site) -> None:

@@ -17,8 +17,8 @@ class Figures:
     rows_compared: int = 0
     back_seconds: list[float] = field(default_factory=list)
     """From a keeper's death to its successor serving what it adopted."""
-    adoption_seconds: list[float] = field(default_factory=list)
-    """The same, as the keeper says: from its own start."""
+    adoption_seconds: dict[str, float] = field(default_factory=dict)
+    """The same, as each keeper says that was there at the end of a step: from its own start."""
     lease_events: Counter[str] = field(default_factory=Counter)
     detached_seconds: list[float] = field(default_factory=list)
     noticed_seconds: list[float] = field(default_factory=list)

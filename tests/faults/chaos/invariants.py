@@ -17,7 +17,7 @@ from typing import TypeVar
 from tests.faults.chaos import processes
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.engines import Engine
-from tests.faults.chaos.faults import ABSENT
+from tests.faults.chaos.faults import ABSENT, STOPPED
 from tests.faults.chaos.records import Record
 from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
@@ -56,7 +56,7 @@ def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_w
             held[engine.pid] = said
             _check_engine(world, engine, said)
             for record in engine.news():
-                _judge(world, engine, record, allowed)
+                _judge(world, site, engine, record, allowed)
     for site in world.sites:
         _check_site(world, site, kept=keeps_weights or site is not struck)
         _check_leases(world, site, held)
@@ -92,7 +92,7 @@ def _require_paths(world: World, struck: Site | None, permits: frozenset[str]) -
 # Engines
 
 
-def _judge(world: World, engine: Engine, record: Record, permits: frozenset[str]) -> None:
+def _judge(world: World, site: Site, engine: Engine, record: Record, permits: frozenset[str]) -> None:
     event = record.get("event")
     if event == "attach":
         outcome = record["outcome"]
@@ -101,6 +101,8 @@ def _judge(world: World, engine: Engine, record: Record, permits: frozenset[str]
         _require_right_bytes(world, engine, record)
         if outcome != "daemon" and outcome not in permits:
             raise Broken("outcome", f"an attach of {engine.role} {engine.pid} ended in {record}")
+        if outcome in STOPPED and record["at_s"] - record["seconds"] > site.listening_s:
+            raise Broken("outcome", f"{engine.role} {engine.pid} began when a daemon listened, and ended in {record}")
     elif event in ("lost", "resumed", "stale"):
         world.figures.lease_events[event] += 1
         if event == "resumed":
@@ -170,8 +172,8 @@ def _settled(site: Site) -> Report:
 
 def _check_site(world: World, site: Site, *, kept: bool) -> None:
     report = _settled(site)
-    if report.adoption_seconds is not None and report.uptime_s < 30:
-        world.figures.adoption_seconds.append(report.adoption_seconds)
+    if report.adoption_seconds is not None:
+        world.figures.adoption_seconds[f"{site.name} {report.pid} {site.supervisor.pid}"] = report.adoption_seconds
     if kept and report.generation != site.generation:
         raise Broken("kept", f"{site.name} served {site.generation}, and now {report.generation}: {report.last_error}")
     site.generation = report.generation

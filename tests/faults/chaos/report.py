@@ -29,7 +29,7 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield ""
     yield from _times("attach", figures.attach_seconds)
     yield from _times("keeper killed to serving again", figures.back_seconds)
-    yield from _times("adoption (keeper's start to ready)", figures.adoption_seconds)
+    yield from _times("adoption (keeper's start to ready)", list(figures.adoption_seconds.values()))
     yield from _times("lease detached", figures.detached_seconds)
     yield from _times("stopped keeper noticed", figures.noticed_seconds)
     yield f"lease events: {_words(figures.lease_events.items())}"

@@ -58,6 +58,9 @@ class Site:
         self.engines: list[Engine] = []
         self.generation: str | None = None
         """What it served when it was last looked at."""
+        self.listening_s = 0.0
+        """When the latest supervisor's first keeper was seen to listen: from then on nobody may find the place absent
+        or deserted, as long as that supervisor lives."""
         self.levels: dict[str, Counter[str]] = {}
         """Descriptors of keeper and supervisor when nothing was going on."""
         self._keeper = tuple(keeper)
@@ -68,7 +71,7 @@ class Site:
     # The supervisor
 
     def start(self) -> None:
-        """Start a supervisor; returns at once."""
+        """Start a supervisor; returns when its keeper listens, which is before it has weights."""
         self._supervisor = subprocess.Popen(
             [
                 *(sys.executable, "-m", "weightcached.daemon", "supervise", "--log-format", "json"),
@@ -87,6 +90,10 @@ class Site:
         if self._supervisor.stderr is None:
             raise ValueError("a process that was started with pipes has them")
         self.records = Records(self._supervisor.stderr, who=f"daemon {self.name}")
+        self.records.wait(
+            lambda record: record.get("message") == "listening", what="it to listen", mark=0, timeout_s=READY_S
+        )
+        self.listening_s = time.monotonic()
 
     @property
     def supervisor(self) -> subprocess.Popen[str]:
