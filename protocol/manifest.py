@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import TransferError
 from weightcached.protocol.messages import Count, Hex32, Hex64, Seconds, ShortText
+from weightcached.protocol.text import shown
 
 FORMAT = 1
 MANIFEST_MAX_BYTES = 512 * 1024 * 1024
@@ -248,15 +249,14 @@ class Manifest:
             raise _bad("not msgpack", found=f"{type(error).__name__}: {error}"[:200]) from error
         wanted = {"format", "meta", "accounting", "names", "dtypes", "columns"}
         if not isinstance(top, dict) or top.get("format") != FORMAT:
-            raise _bad(
-                "unknown format", expected=FORMAT, found=top.get("format") if isinstance(top, dict) else type(top)
-            )
+            found = top.get("format") if isinstance(top, dict) else top
+            raise _bad("unknown format", expected=FORMAT, found=shown(found))
         if top.keys() != wanted:
-            raise _bad("wrong fields", expected=sorted(wanted), found=sorted(map(str, top)))
+            raise _bad("wrong fields", expected=sorted(wanted), found=shown(sorted(map(str, top))))
         meta = _meta(top["meta"])
         names, dtypes = _strings("names", top["names"]), _strings("dtypes", top["dtypes"])
         if unknown := [name for name in dtypes if name not in DTYPES]:
-            raise _bad("unknown dtype", found=unknown)
+            raise _bad("unknown dtype", found=shown(unknown))
         columns, digests = _columns(top["columns"], count=len(names))
         if not isinstance(top["accounting"], bytes):
             raise _bad("accounting is not bytes")

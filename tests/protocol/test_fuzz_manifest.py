@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.fuzzing import MIB, MSGPACK_VALUES, altered, damaged, ends_in, packed
@@ -91,6 +91,9 @@ def test_a_damaged_manifest(data: bytes) -> None:
 
 
 @given(altered(TREE, MSGPACK_VALUES))
+@example({**TREE, "format": [0] * 30_000})  # found: all of it in the message
+@example({**TREE, **{str(number): 0 for number in range(30_000)}})
+@example({**TREE, "dtypes": [str(number) for number in range(30_000)]})
 def test_altered_values(tree: Any) -> None:
     check(packed(tree))
 
