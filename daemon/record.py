@@ -51,9 +51,13 @@ class Limits:
     def of(cls, options: ServeOptions) -> Limits:
         in_flight_nbytes = options.in_flight_max_mib << 20
         return cls(
-            connections=Quota(in_all=options.connections_max, each=options.connections_per_uid_max),
+            connections=Quota(
+                in_all=options.connections_max,
+                each=options.connections_per_uid_max,
+                reserve=options.connections_max // 32,
+            ),
             leases=Quota(in_all=options.connections_max, each=options.leases_per_uid_max),
-            in_flight=Quota(in_all=in_flight_nbytes, each=in_flight_nbytes // 2),
+            in_flight=Quota(in_all=in_flight_nbytes, each=in_flight_nbytes // 2, reserve=in_flight_nbytes // 8),
         )
 
 

@@ -141,7 +141,7 @@ def _turn_away(accepted: socket.socket, refused: Refused) -> None:
 
 
 def _too_many(quota: Quota, uid: int) -> Refused:
-    one_user = quota.used < quota.in_all
+    one_user = quota.used_by(uid) >= quota.each
     return refusal(
         DaemonNotReady(
             "this user has as many connections as one may have"

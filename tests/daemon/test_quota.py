@@ -1,5 +1,6 @@
 """Limits in all and for each user, counted and enforced: connections, leases, frames that are half through."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,20 @@ def test_no_order_of_taking_and_giving_goes_over_a_limit(in_all: int, each: int,
     for uid, amount in held:
         quota.give(uid, amount)
     assert quota.used == 0
+
+
+def test_the_last_ones_are_for_root_and_for_ourselves() -> None:
+    quota = Quota(in_all=10, each=6, reserve=3)
+    stranger, another = 70_001, 70_002
+    assert quota.take(stranger, 6)
+    assert quota.take(another)
+    assert not quota.take(another)
+    assert quota.take(os.geteuid(), 2)
+    assert quota.take(0)
+    assert not quota.take(0)
+    quota.give(stranger, 6)
+    assert quota.take(another, 3)
+    assert not quota.take(another)
 
 
 def test_fallbacks_are_counted_once_for_each_process() -> None:

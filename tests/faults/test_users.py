@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, ask, connect, converse, scripted_daemon
 from tests.support.forked import in_child
-from tests.support.resources import anonymous_nbytes
+from tests.support.resources import anonymous_nbytes, more_descriptors_allowed
 from tests.support.unprivileged import NOBODY, folder_for_everyone
 from weightcached.protocol.framing import HEADER, MAGIC, PeerClosed
 from weightcached.protocol.messages import PROTOCOL_VERSION, Grant, Ping, Pong, Refused, Report, Status
@@ -35,8 +35,8 @@ def serving(*arguments: str) -> Iterator[Daemon]:
 
 
 @contextmanager
-def doing(work: Callable[[], None]) -> Iterator[None]:
-    """While the block runs a user without rights has done ``work``, and holds what it got."""
+def doing(work: Callable[[], None], *, uid: int = NOBODY) -> Iterator[None]:
+    """While the block runs user ``uid`` (without rights) has done ``work``, and holds what it got."""
     ready_r, ready_w = os.pipe()
     end_r, end_w = os.pipe()
     pid = os.fork()
@@ -44,8 +44,8 @@ def doing(work: Callable[[], None]) -> Iterator[None]:
         try:
             os.close(end_w)
             os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
             work()
             os.write(ready_w, b"r")
             os.read(end_r, 1)
@@ -102,6 +102,46 @@ def test_one_user_takes_all_it_may_and_others_are_served_as_before() -> None:
             assert report.lease_count == 2 * LEASES
             assert report.connections <= CONNECTIONS + LEASES + 1
             assert anonymous_nbytes(daemon.pid) < KEEPER_MAX_BYTES
+
+
+def test_at_its_limits_a_keeper_is_still_small() -> None:
+    """Four users take everything that they may at the defaults: leases, connections, frames that are half through."""
+    users = (NOBODY, 12345, 12346, 12347)
+    with (
+        more_descriptors_allowed(4096),
+        serving(*(word for uid in users for word in ("--allow-uid", str(uid)))) as daemon,
+    ):
+        hello = daemon.hello(want="current", name="x" * 1024, disk_fallbacks=1)
+        half = HEADER.pack(MAGIC, PROTOCOL_VERSION, 1, 64 * 1024, 0) + bytes(60 * 1024)
+        held: list[object] = []
+
+        def take_it_all() -> None:
+            while True:
+                channel = connect(daemon.place)
+                held.append(channel)
+                if not isinstance(converse(channel, hello).message, Grant):
+                    break
+            for _ in range(100):
+                other = socket.socket(socket.AF_UNIX)
+                other.connect(str(daemon.place.socket_path))
+                other.setblocking(False)
+                held.append(other)
+                try:
+                    other.send(half)
+                except OSError:
+                    continue
+
+        with ExitStack() as busy:
+            for uid in users:
+                busy.enter_context(doing(take_it_all, uid=uid))
+            channel = connect(daemon.place)
+            assert ask(channel, Ping(token=1)) == Pong(token=1)
+            report = ask(channel, Status())
+            channel.close()
+            assert isinstance(report, Report)
+            assert 1900 < report.lease_count <= 2000
+            print(f"{report.lease_count} leases, {report.own_memory_nbytes / 2**20:.1f} MiB")
+            assert report.own_memory_nbytes < KEEPER_MAX_BYTES
 
 
 def test_who_is_not_on_the_list_takes_nothing_from_those_who_are() -> None:

@@ -6,7 +6,6 @@ the kernel offers. Somebody who had the weights before, somebody who comes after
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -170,18 +169,3 @@ def test_a_user_without_rights_cannot_close_the_weights_to_others(served: Daemon
     in_child(lock_out, uid=NOBODY)
     with ExitStack() as closing:
         Onlooker(served, closing).require_true()
-
-
-def test_a_client_gets_descriptors_that_can_only_be_read(served: Daemon) -> None:
-    """And each client its own: no file offset is shared, no other descriptor comes along."""
-    with ExitStack() as closing:
-        channels = [closing.enter_context(_Closing(served.place)).channel for _ in range(2)]
-        (grant, one), (_, other) = (served.attach(channel, want="current") for channel in channels)
-        with one, other:
-            assert len(one) == 1 + len(grant.segments)
-            for fds in (one, other):
-                for position, nbytes in enumerate([grant.manifest_nbytes, grant.segments[0].nbytes]):
-                    host.verify(fds[position], nbytes=nbytes, what="it")
-                    assert fcntl.fcntl(fds[position], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            os.lseek(one[1], 100, os.SEEK_SET)
-            assert os.lseek(other[1], 0, os.SEEK_CUR) == 0
