@@ -1,7 +1,8 @@
 """Structured logs on standard error: one record is one line, as readable text or as JSON.
 
 Owns the two formats, and that nobody can fill a disk with complaints about them. Everybody logs with the standard
-library: a short message that does not vary, and what varies as fields in ``extra=``. Field names must not be attributes of ``logging.LogRecord`` (``name``, ``args``, …).
+library: a short message that does not vary, and what varies as fields in ``extra=``. Field names must not be attributes
+of ``logging.LogRecord`` (``name``, ``args``, …).
 """
 
 from __future__ import annotations
