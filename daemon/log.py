@@ -1,7 +1,8 @@
 """Structured logs on standard error: one record is one line, as readable text or as JSON.
 
-Owns the two formats. Everybody logs with the standard library: a short message that does not vary, and what varies as
-fields in ``extra=``. Field names must not be attributes of ``logging.LogRecord`` (``name``, ``args``, …).
+Owns the two formats, and that nobody can fill a disk with complaints about them. Everybody logs with the standard
+library: a short message that does not vary, and what varies as fields in ``extra=``. Field names must not be attributes
+of ``logging.LogRecord`` (``name``, ``args``, …).
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
 from weightcached.daemon.text import one_line
 
 LOGGER = "weightcached"
+COMPLAINTS_PER_S = 50
+"""Of one kind: a hostile client is worth a line, and not a thousand a second."""
+_KINDS_MAX = 1000
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -47,6 +52,43 @@ def _value(value: object) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
+class Damper(logging.Filter):
+    """Lets so many records of one kind (logger and message) through in a second, from warnings on up. The first that
+    comes through after that says in a field of its own, ``suppressed``, how many did not.
+    """
+
+    def __init__(self, *, per_s: int = COMPLAINTS_PER_S) -> None:
+        super().__init__()
+        self._per_s = per_s
+        self._kinds: dict[tuple[str, object], _Second] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is let through."""
+        if record.levelno < logging.WARNING:
+            return True
+        kind, now_s = (record.name, record.msg), time.monotonic()
+        second = self._kinds.get(kind)
+        if second is None or now_s - second.began_s >= 1:
+            if len(self._kinds) >= _KINDS_MAX:
+                self._kinds.clear()
+            self._kinds[kind] = _Second(now_s)
+            if second is not None and second.suppressed:
+                record.suppressed = second.suppressed
+            return True
+        second.passed += 1
+        second.suppressed += second.passed > self._per_s
+        return second.passed <= self._per_s
+
+
+@dataclass(slots=True)
+class _Second:
+    """Since a kind's first record of it."""
+
+    began_s: float
+    passed: int = 1
+    suppressed: int = 0
+
+
 class _AboveBars(logging.StreamHandler[TextIO]):
     """Writes lines above a progress bar, where there is one, instead of through it."""
 
@@ -66,6 +108,7 @@ def configure(*, format_name: str, level: str, place: str) -> None:
     ``place`` is in every JSON record, so that several daemons can share one log.
     """
     handler = _AboveBars(sys.stderr)
+    handler.addFilter(Damper())
     if format_name == "json":
         from pythonjsonlogger.json import JsonFormatter
 

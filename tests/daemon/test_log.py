@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from weightcached.daemon.log import TextFormatter, configure
+from weightcached.daemon.log import Damper, TextFormatter, configure
 
 
 def record(message: str, **fields: object) -> logging.LogRecord:
@@ -53,6 +53,28 @@ def test_no_error_can_begin_a_line_that_looks_like_a_record() -> None:
     for line in others:
         assert line.startswith("    ")
         assert line.isprintable()
+
+
+def test_a_flood_of_complaints_is_a_few_lines_and_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("weightcached.daemon.log.time.monotonic", lambda: now_s)
+    damper = Damper(per_s=3)
+
+    def complain(message: str = "refused", level: int = logging.WARNING) -> logging.LogRecord | None:
+        made = record(message)
+        made.levelno = level
+        return made if damper.filter(made) else None
+
+    assert [complain() is not None for _ in range(100)] == [True] * 3 + [False] * 97
+    assert complain("something else") is not None
+    assert all(complain(level=logging.INFO) for _ in range(100))
+    now_s += 1
+    first = complain()
+    assert first is not None
+    assert "suppressed=97" in TextFormatter().format(first)
+    second = complain()
+    assert second is not None
+    assert "suppressed" not in TextFormatter().format(second)
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def test_a_daemon_that_goes_away_is_unreachable(script: list[Step], meet: Meet) 
 def test_a_daemon_that_resets_the_connection_is_unreachable(place: Place, model: Path) -> None:
     """It never reads the Hello: what the client gets is ECONNRESET, not an end of file."""
     with LyingDaemon(place.socket_path, [Reset()]), pytest.raises(DaemonUnreachable):
-        attach(model, mode="require", runtime_dir=place.runtime_dir)
+        attach(model, mode="require", runtime_dir=place.runtime_dir, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("length", [1, HEADER.size, HEADER.size + 1, -1])

@@ -25,6 +25,7 @@ from xxhash import xxh3_128_hexdigest
 
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.processes import die_with_parent
 
 ATTACH_TIMEOUT_S = 40.0
 _SAMPLE_ROWS = 6
@@ -173,8 +174,10 @@ def main() -> None:
     for name in ("--model", "--name", "--runtime-dir", "--cache-dir", "--truth"):
         parser.add_argument(name, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--heartbeat", type=float, required=True)
     given = parser.parse_args()
+    die_with_parent(given.parent_pid)
     engine, commands = Engine(given), Commands()
     (hold if given.role == "hold" else loop)(engine, commands)
 

@@ -39,7 +39,7 @@ class Engine:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.faults.chaos.engine", "--role", role, "--seed", str(seed)),
-                    *("--heartbeat", str(HEARTBEAT_S), *arguments),
+                    *("--heartbeat", str(HEARTBEAT_S), "--parent-pid", str(os.getpid()), *arguments),
                 ],
                 cwd=ROOT,
                 env=environment,

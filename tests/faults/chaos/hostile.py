@@ -20,6 +20,7 @@ from tests.support.wires import HELLO
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import Ping, Resume, Status
+from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.testing import (
     Drip,
     Flood,
@@ -107,8 +108,10 @@ class Hostile:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("sockets", nargs="+")
     given = parser.parse_args()
+    die_with_parent(given.parent_pid)
     hostile = Hostile(given.sockets, given.seed)
     while not select.select([0], [], [], _PAUSE_S)[0]:
         hostile.act()

@@ -5,6 +5,7 @@ Owns these processes and the order of bringing them up. Faults act through it; n
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -75,7 +76,8 @@ class Site:
         self._supervisor = subprocess.Popen(
             [
                 *(sys.executable, "-m", "weightcached.daemon", "supervise", "--log-format", "json"),
-                *("--backoff-max", "0.2", "--watchdog", str(WATCHDOG_S), "--", *self._keeper),
+                *("--backoff-max", "0.2", "--watchdog", str(WATCHDOG_S), "--parent-pid", str(os.getpid())),
+                *("--", *self._keeper),
                 *("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run)),
                 *("--name", self.name, "--cache-dir", str(self.folders.digests), "--log-format", "json"),
                 *("--exchange-timeout", str(EXCHANGE_TIMEOUT_S), "--drain-timeout", "2"),

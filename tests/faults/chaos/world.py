@@ -89,6 +89,8 @@ class World:
                     sys.executable,
                     "-m",
                     "tests.faults.chaos.hostile",
+                    "--parent-pid",
+                    str(os.getpid()),
                     "--seed",
                     str(self.random.randrange(1 << 30)),
                     *sockets,
