@@ -171,10 +171,11 @@ class TestWait:
             daemon.wait_logged("progress", stage="read")
             assert any_place.poll() is None
             assert named.poll() is None
-            os.close(held)
+            os.write(held, b"!")  # stays there for a worker that has yet to look
             assert any_place.wait(30) == 0
             assert named.wait(30) == 0
             assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 5).returncode == 0
+            os.close(held)
 
     def test_a_failed_load_ends_it_with_the_reason(self, model: Path, runtime_dir: Path, waiting: Any) -> None:
         process = waiting("--timeout", 60, "--tp-size", 1, "--tp-rank", 0)

@@ -207,8 +207,9 @@ def test_a_load_can_be_watched_and_its_failure_read(model: Path, runtime_dir: Pa
         assert value(found, "state", state="loading") == 1
         assert value(found, "ready") == 0
         assert value(found, "resident_bytes") == 0
-        os.close(hanging)
+        os.write(hanging, b"!")  # stays there for a worker that has yet to look
         daemon.wait_until("failed")
+        os.close(hanging)
         answer = site.ask("/readyz")
         assert (answer.status, site.ask("/healthz").status) == (503, 200)
         assert "model-2.safetensors is gone" in answer.text

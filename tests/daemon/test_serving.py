@@ -44,11 +44,16 @@ def held_at(point: str, model: Path, runtime_dir: Path, **more: object) -> Itera
     release = runtime_dir.parent / "release"
     os.mkfifo(release)
     script = {"hang_at": point, "release": str(release), **more}
-    with scripted_daemon(model, runtime_dir, script=script) as daemon, ExitStack() as stack:
-        daemon.wait_logged("state", state="loading")
-        # Opened for both, which never blocks; the worker's read ends when this closes.
-        stack.callback(os.close, os.open(release, os.O_RDWR))
-        yield daemon, stack
+    held = os.open(
+        release, os.O_RDWR
+    )  # for both, which never blocks, and keeps a byte for a worker that is yet to look
+    try:
+        with scripted_daemon(model, runtime_dir, script=script) as daemon, ExitStack() as stack:
+            daemon.wait_logged("state", state="loading")
+            stack.callback(os.write, held, b"!")
+            yield daemon, stack
+    finally:
+        os.close(held)
 
 
 def test_the_socket_is_there_before_anything_is_loaded(model: Path, runtime_dir: Path) -> None:

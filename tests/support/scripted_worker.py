@@ -9,7 +9,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
   ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
 - ``eat_at``: a point at which to use up memory until the kernel objects
-- ``release``: a FIFO; with it ``hang_at`` waits until somebody has opened it for writing and closed it, then goes on
+- ``release``: a FIFO; with it ``hang_at`` waits for a byte, or until its last writer has closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
 - ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
 - ``keep_mapping``: ``worker`` keeps a writable mapping until it exits, ``child`` leaves it to a process of its own
@@ -88,7 +88,7 @@ def hang(channel: Channel) -> None:
     """Wait for the release, or else until the keeper is gone."""
     if "release" in SCRIPT:
         with open(SCRIPT["release"], "rb") as fifo:
-            fifo.read()
+            fifo.read(1)
         return
     poll = select.poll()
     poll.register(channel.connection, 0)  # nothing but the end of the connection
