@@ -1,6 +1,7 @@
 """The chaos harness: a short run that nothing must break, and bugs planted in the keeper that it has to find."""
 
 import itertools
+import signal
 import subprocess
 import sys
 
@@ -56,6 +57,23 @@ def test_a_seed_decides_what_strikes_where() -> None:
     assert {kind for kind, _ in steps(7)} == set(ALL_FAULTS)
     assert {place for _, place in steps(7)} == {"one", "two"}
     assert not any(kind.needs_small_disk for kind, _ in steps(7, small_disk=False))
+
+
+def test_a_run_that_is_told_to_stop_says_what_it_survived_and_leaves_nothing() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "60", "--only", "PauseEngine", "--no-hostile"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        if running.stdout is None:
+            raise ValueError("a process that was started with pipes has them")
+        first = next(line for line in running.stdout if "checked in" in line)
+        running.terminate()
+        said = running.stdout.read()
+    assert "PauseEngine" in first
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "stopped by signal 15" in said
 
 
 def test_every_fault_has_a_name_and_a_weight() -> None:

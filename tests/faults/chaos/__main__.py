@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.faults.chaos.report import render
 from tests.faults.chaos.runner import ALL_FAULTS, Plan, run
 from tests.faults.chaos.world import DIGESTS_TMPFS
+from weightcached.client.stopping import raising_stopped
 
 _MOUNT_POINT = Path("/mnt")
 _SMALL_DISK_KIB = 256
@@ -39,8 +40,11 @@ def main() -> int:
     )
     small_disk = "with" if DIGESTS_TMPFS in os.environ else "without (that needs root and mounts)"
     print(f"seed {plan.seed}, {small_disk} a disk that can be filled", flush=True)
-    outcome = run(plan, say=not given.quiet)
+    with raising_stopped():
+        outcome = run(plan, say=not given.quiet)
     print(render(outcome), flush=True)
+    if outcome.stopped is not None:
+        return outcome.stopped.exit_status
     return 1 if outcome.broken is not None else 0
 
 

@@ -38,6 +38,9 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield f"own memory, largest: keeper {keeper_mib:.1f} MiB, supervisor {supervisor_mib:.1f} MiB"
     yield f"engines' own memory, largest: {figures.engine_mib_max:.1f} MiB"
     yield f"checks: {_words(figures.checks.items())}"
+    if outcome.stopped is not None:
+        yield f"stopped by signal {outcome.stopped.signum} before its time; no invariant broken until then"
+        return
     if outcome.broken is None:
         yield "no invariant broken"
         return

@@ -17,6 +17,7 @@ from tests.faults.chaos.faults_files import FILE_FAULTS
 from tests.faults.chaos.faults_loading import LOADING_FAULTS
 from tests.faults.chaos.figures import Figures
 from tests.faults.chaos.world import World
+from weightcached.client.stopping import Stopped
 
 ALL_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *LOADING_FAULTS, *FILE_FAULTS)
 _ALL_ROWS_EVERY = 10
@@ -33,6 +34,8 @@ class Outcome:
     figures: Figures
     history: list[str] = field(default_factory=list)
     broken: Broken | None = None
+    stopped: Stopped | None = None
+    """What ended it before its time (``raising_stopped``)."""
     logs: str = ""
 
 
@@ -71,6 +74,8 @@ def run(plan: Plan, *, say: bool = False) -> Outcome:
         except Broken as broken:
             outcome.broken = broken
             outcome.logs = _logs(world)
+        except Stopped as stopped:
+            outcome.stopped = stopped
     outcome.seconds = time.monotonic() - began_s
     return outcome
 
