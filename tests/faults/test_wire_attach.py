@@ -166,7 +166,7 @@ def test_the_same_descriptor_twice_is_refused(grant: HonestGrant, meet: Meet) ->
 )
 def test_a_daemon_that_goes_away_is_unreachable(script: list[Step], meet: Meet) -> None:
     with pytest.raises((DaemonUnreachable, DaemonNotReady)):
-        meet(*script, timeout_s=1.0)
+        meet(*script, timeout_s=3.0)
 
 
 def test_a_daemon_that_resets_the_connection_is_unreachable(place: Place, model: Path) -> None:
