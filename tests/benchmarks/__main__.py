@@ -34,15 +34,15 @@ def main(argv: Sequence[str]) -> int:
     )
     facts = machine.facts(argv)
     print("\n".join(f"{key}: {value}" for key, value in facts.items()), flush=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     outcomes: list[Outcome] = []
     try:
         with Workspace(given.dir) as workspace:
             for name in given.benchmarks or BENCHMARKS:
                 outcomes.append(_run(name, settings, workspace))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing is left running", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\ninterrupted by {interrupt}; nothing is left running", file=sys.stderr)
         return 130
     print("\n" + report.text(report.targets_table([target for outcome in outcomes for target in outcome.targets])))
     as_json, as_markdown = report.write(given.out, facts, outcomes)
@@ -52,16 +52,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(name: str, settings: Settings, workspace: Workspace) -> Outcome:
     began_s = time.monotonic()
-    print(f"\n{name} …", file=sys.stderr, flush=True)
+    report.say(f"{name} …")
     outcome: Outcome = importlib.import_module(f"tests.benchmarks.{name}").run(settings, workspace)
     for table in outcome.tables:
         print("\n" + report.text(table), flush=True)
-    print(f"{name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+    report.say(f"{name}: {time.monotonic() - began_s:.0f} s")
     return outcome
 
 
 def _interrupt(number: int, _: object) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

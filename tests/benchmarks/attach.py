@@ -19,6 +19,7 @@ from tests.benchmarks.daemon import Daemon, serving
 from tests.benchmarks.machine import SPARE_BYTES, meminfo_nbytes
 from tests.benchmarks.outcome import GIB, Outcome, Settings, Table, Target, milliseconds, ratio, size
 from tests.benchmarks.page_cache import make_cold
+from tests.benchmarks.report import say
 from tests.benchmarks.workspace import Workspace
 
 STRATEGIES = ("file_system", "file_descriptor")
@@ -53,9 +54,11 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
             for nbytes in sizes
         ]
         cells += _ours(settings, workspace, count, sizes, written)
+        say(f"attach: {count:,} tensors, weightcached done")
         for strategy in STRATEGIES:
             some = len(sizes) if not settings.quick else 1
             cells += _shared(settings, workspace, strategy, count, sizes[:some], written[:some])
+            say(f"attach: {count:,} tensors, torch.multiprocessing, {strategy} done")
         for one in written:
             workspace.remove(one.directory)
     return Outcome(

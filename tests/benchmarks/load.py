@@ -18,6 +18,7 @@ from tests.benchmarks.checkpoints import Place, Written
 from tests.benchmarks.machine import require_memory
 from tests.benchmarks.outcome import GIB, MIB, Outcome, Settings, Table, Target, gigabytes_per_second, size
 from tests.benchmarks.page_cache import make_cold, make_warm
+from tests.benchmarks.report import say
 from tests.benchmarks.turns import Turns
 from tests.benchmarks.workspace import Workspace
 
@@ -161,6 +162,7 @@ def _measure(
         answer = _load(chosen[number], workspace, written, sample, settle_nbytes=settle_nbytes)
         turns.add(number, answer["seconds"])
         answers[number].append(answer)
+        say(f"load, {state}: {chosen[number].name}: {answer['seconds']:.2f} s")
     _require_same_bytes(chosen, answers)
     return [
         Loads(one, state, tuple(seconds), given[0]["nbytes"], tuple(given))

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.outcome import Outcome, Table, Target
+
+
+def say(text: str) -> None:
+    """Progress, for whoever watches; never part of the results."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
 
 _VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
 
