@@ -48,7 +48,7 @@ def import_grant(grant: Grant, fds: OwnedFds, *, fingerprint: str, where: str) -
         _require_same_generation(manifest, grant, fingerprint, where)
         sizes = [segment.nbytes for segment in grant.segments]
         for number, nbytes in enumerate(sizes):
-            host.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}")
+            host.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
         return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes))
 
 
@@ -71,7 +71,7 @@ def _manifest_bytes(grant: Grant, fd: int, where: str) -> bytes:
         raise TransferError(
             "the manifest is too large", expected=f"at most {MANIFEST_MAX_BYTES} bytes", found=nbytes, where=where
         )
-    host.verify(fd, nbytes=nbytes, what="the manifest")
+    host.verify(fd, nbytes=nbytes, what="the manifest", read_only=True)
     data = os.pread(fd, nbytes, 0)
     found = hashlib.sha256(data).hexdigest()
     if found != grant.manifest_sha256:

@@ -73,12 +73,15 @@ def export(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def verify(fd: int, *, nbytes: int, what: str) -> None:
-    """Refuse a received descriptor that is not sealed memory of exactly ``nbytes``: TransferError naming ``what``."""
+def verify(fd: int, *, nbytes: int, what: str, read_only: bool = False) -> None:
+    """Refuse a received descriptor that is not sealed memory of exactly ``nbytes``, or with ``read_only`` is not opened
+    for reading only: TransferError naming ``what``.
+    """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise TransferError(f"{what} is not memory", expected="a memfd", found=stat.filemode(found.st_mode))
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
+    access = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
+    if access not in (os.O_RDONLY, os.O_RDWR):
         raise TransferError(f"{what} cannot be read through its descriptor", expected="one opened for reading")
     if found.st_size != nbytes:
         raise TransferError(f"{what} has another size than announced", expected=nbytes, found=found.st_size)
@@ -89,6 +92,8 @@ def verify(fd: int, *, nbytes: int, what: str) -> None:
     missing = SEALS & ~seals
     if missing:
         raise TransferError(f"{what} lacks seals: its bytes could change", expected=hex(SEALS), found=hex(seals))
+    if read_only and access != os.O_RDONLY:
+        raise TransferError(f"{what} came open for writing", expected="a read-only descriptor", found="read and write")
 
 
 class Mapping:

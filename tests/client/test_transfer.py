@@ -130,6 +130,16 @@ def test_memory_that_lacks_a_seal(
             attached()
 
 
+@pytest.mark.parametrize("position", [0, 1])
+def test_memory_that_came_open_for_writing(position: int, grant: HonestGrant, serve: Serve, attached: Attached) -> None:
+    """Sealed, so nothing could be written: but a daemon that hands that out is not one of ours."""
+    with OwnedFds([os.open(f"/proc/self/fd/{grant.fds[position]}", os.O_RDWR)]) as memory:
+        fds = list(grant.fds)
+        fds[position] = memory[0]
+        with serve(Send(grant.message, fds)), pytest.raises(TransferError, match="open for writing"):
+            attached()
+
+
 def test_a_manifest_that_is_not_the_granted_one(grant: HonestGrant, serve: Serve, attached: Attached) -> None:
     other = bytearray(grant.manifest)
     other[len(other) // 2] ^= 1
@@ -158,10 +168,11 @@ def test_a_segment_larger_than_address_space(
     with ExitStack() as stack:
         memory = stack.enter_context(OwnedFds([host.allocate(huge, name="huge")]))
         host.seal(memory[0])
+        memory.append(host.export(memory[0]))
         changed = stack.enter_context(grant.with_manifest(msgpack.packb(manifest)))
         segments = (*changed.message.segments, SegmentInfo(memory="host", nbytes=huge))
         message = changed.message.model_copy(update={"segments": segments})
-        stack.enter_context(serve(Send(message, (*changed.fds, memory[0]))))
+        stack.enter_context(serve(Send(message, (*changed.fds, memory[1]))))
         with pytest.raises(TransferError, match="cannot map"):
             attached()
 
