@@ -105,7 +105,10 @@ def _llama(*, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: in
 
 
 def write_dense(directory: Path, config: Mapping[str, Any], *, files: int) -> Written:
-    """A checkpoint of a dense family in bf16, random bytes, its tensors in order over ``files`` files."""
+    """A checkpoint of a dense family in bf16, random bytes, over ``files`` files.
+
+    As libraries write them: layer after layer over the files, and sorted by name within each.
+    """
     tensors = [Tensor(name, "BF16", shape) for name, shape in tiny_shapes(config).items()]
     share = sum(tensor.nbytes for tensor in tensors) / files
     chosen: dict[str, list[Tensor]] = {}
@@ -114,7 +117,8 @@ def write_dense(directory: Path, config: Mapping[str, Any], *, files: int) -> Wr
         number = min(files, int(before / share) + 1)
         chosen.setdefault(f"model-{number:05}-of-{files:05}.safetensors", []).append(tensor)
         before += tensor.nbytes
-    return write(directory, config, chosen, sparse=False)
+    by_name = {file: sorted(some, key=lambda tensor: tensor.name) for file, some in chosen.items()}
+    return write(directory, config, by_name, sparse=False)
 
 
 def write(
