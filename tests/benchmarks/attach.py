@@ -149,6 +149,7 @@ def _producing(workspace: Workspace, strategy: str, name: str, written: Written)
     process = workspace.start(
         fresh.command("sharing.producer:serve", arguments),
         cwd=fresh.ROOT,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"},  # or copies made for sharing stay
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
