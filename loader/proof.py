@@ -93,8 +93,8 @@ def _scale_fault(parameter: PlannedParameter, weight: PlannedParameter | None) -
         return "a scale that quantization produces is written by itself"
     if weight is None or weight.transform != QuantizeFp8(parameter.name):
         return f"{parameter.produced_by} does not produce it"
-    if (parameter.shape, parameter.dtype) != ((weight.shape[0], 1), "float32"):
-        return "it is not float32 [out, 1]"
+    if (parameter.shape, parameter.dtype) != ((*weight.shape[:-1], 1), "float32"):
+        return "it is not float32 with one element for each row"
     return None
 
 
