@@ -40,6 +40,9 @@ class Copy:
     tensor: TensorHeader
     source: Box
     destination: Box
+    transposed: bool = False
+    """The last two axes of ``source`` are swapped first: the tensor holds ``[in, out]``, the parameter ``[out, in]``.
+    Both boxes then have these axes, whatever their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
