@@ -7,6 +7,7 @@ Pure. A table says what is wanted; here it meets the headers: names are accounte
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
 from weightcached.loader.architectures import ARCHITECTURES
@@ -14,6 +15,8 @@ from weightcached.loader.architectures.rows import Indivisible, Part, Rank, Want
 from weightcached.loader.architectures.shape import ModelShape
 from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.loader.schemes import method_of, quantized
+from weightcached.loader.schemes.linear import Quantized
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
@@ -32,10 +35,10 @@ def fused_parameters(
     architecture = _architecture(config)
     model = architecture.shape_of(config.model)
     _require_possible_depth(architecture, model, tensors)
-    wanted = _wanted(architecture, model, config)
-    accounting = _account(architecture, model, wanted, tensors)
+    made = _as_stored(_wanted(architecture, model, config), tensors, config)
+    accounting = _account(architecture, model, made, tensors)
     parameters: dict[str, PlannedParameter] = {}
-    for one in wanted:
+    for one in made.parameters:
         _plan_one(one, tensors, config, parameters)
     return tuple(parameters.values()), accounting
 
@@ -48,11 +51,6 @@ def _architecture(config: CacheConfig) -> Architecture:
             expected=", ".join(sorted(ARCHITECTURES)),
             found=config.architecture,
             next_step="--layout hf serves any architecture as it is on disk, at TP size 1",
-        )
-    if config.model.get("quantization_config") is not None:
-        raise UnsupportedModel(
-            "the checkpoint is quantized (config.json has quantization_config); layout 'fused' takes plain ones only",
-            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
         )
     return table
 
@@ -81,11 +79,26 @@ def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) 
         ) from None
 
 
+def _as_stored(wanted: list[Wanted], tensors: Mapping[str, TensorHeader], config: CacheConfig) -> Quantized:
+    """What is wanted of the checkpoint as it is: with the tensors of its own quantization, where it has one."""
+    method = method_of(config.model)
+    if method is None:
+        return Quantized(tuple(wanted))
+    if config.quantization.method != "none":
+        raise UnsupportedModel(
+            "the checkpoint is quantized already",
+            expected="--quantization none",
+            found=f"--quantization {config.quantization.method}, and quantization_config in config.json",
+            next_step="start without --quantization, or name the unquantized checkpoint",
+        )
+    return quantized(wanted, method, tensors.keys())
+
+
 def _account(
-    architecture: Architecture, model: ModelShape, wanted: list[Wanted], tensors: Mapping[str, TensorHeader]
+    architecture: Architecture, model: ModelShape, made: Quantized, tensors: Mapping[str, TensorHeader]
 ) -> Accounting:
-    expected = {part.source for one in wanted for part in one.parts}
-    excuses = architecture.excuses(tensors.keys() - expected, model)
+    expected = {part.source for one in made.parameters for part in one.parts}
+    excuses = {**made.excuses, **architecture.excuses(tensors.keys() - expected, model)}
     accounting = account(expected=expected, present=tensors, ignored=excuses)
     if not accounting.balanced:
         accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
@@ -140,7 +153,7 @@ def _plan_one(
             scale, (shape[0], 1), "float32", None, (), produced_by=name, part_kind=part_kind
         )
         return
-    dtype = source if config.dtype == "auto" else config.dtype
+    dtype = wanted.dtype or (source if config.dtype == "auto" else config.dtype)
     cast = Cast(dtype) if copies and dtype != source else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
@@ -149,18 +162,21 @@ def _plan_one(
 
 def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
     header = tensors[part.source]
-    if header.shape != part.shape:
-        raise ShapeMismatch(
-            f"{header.name} does not have the shape that config.json implies",
-            expected=list(part.shape),
-            found=list(header.shape),
-            where=header.file,
-            next_step="see that config.json and the weights belong to one model",
-        )
-    return header
+    if header.shape == part.shape:
+        return header
+    if header.shape in part.same_as:
+        return replace(header, shape=part.shape)
+    raise ShapeMismatch(
+        f"{header.name} does not have the shape that config.json implies",
+        expected=list(part.shape) if not part.same_as else [list(shape) for shape in (part.shape, *part.same_as)],
+        found=list(header.shape),
+        where=header.file,
+        next_step="see that config.json and the weights belong to one model",
+    )
 
 
 def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
+    """The dtype of all headers. Raises UnsupportedModel unless it is one, and what the parameter can be made of."""
     dtype = headers[0].dtype
     if any(header.dtype != dtype for header in headers):
         raise UnsupportedModel(
@@ -170,12 +186,18 @@ def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
             where=", ".join(sorted({header.file for header in headers})),
             next_step="use --layout hf at TP size 1, or convert the checkpoint",
         )
-    if not DTYPES[dtype].castable:
+    if wanted.dtype is None or DTYPES[wanted.dtype].castable:
+        usable, what = DTYPES[dtype].castable, "floating point, as config.json says it is no quantized weight"
+        expected = ", ".join(name for name, row in DTYPES.items() if row.castable)
+    else:
+        usable, what = dtype == wanted.dtype, "what config.json's quantization_config says"
+        expected = wanted.dtype
+    if not usable:
         raise UnsupportedModel(
-            f"{headers[0].name} is {dtype}: layout 'fused' takes unquantized floating-point weights only",
-            expected=", ".join(name for name, row in DTYPES.items() if row.castable),
+            f"{headers[0].name} is {dtype}, not {what}",
+            expected=expected,
             found=dtype,
             where=headers[0].file,
-            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
+            next_step="see that config.json and the weights belong together, or use --layout hf at TP size 1",
         )
     return dtype

@@ -52,6 +52,8 @@ class Part:
     shape: Shape
     box: Box
     destination: Box
+    same_as: tuple[Shape, ...] = ()
+    """Other shapes that the file may give it: the same elements in C order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Wanted:
     linear: bool = False
     """A weight ``[out, in]`` of a linear layer, which an online quantizer may take."""
     alias_of: str | None = None
+    dtype: str | None = None
+    """As stored: floating point is cast to it, anything else must have it in the file. ``None``: the model's own."""
 
 
 class Row(Protocol):

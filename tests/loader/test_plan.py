@@ -309,9 +309,12 @@ def test_a_layout_or_revision_of_another_release():
             make_plan({}, tiny_config(), config.model_copy(update=update))
 
 
-def test_a_quantized_checkpoint_has_no_fused_layout_yet():
-    model = tiny_config(quantization_config={"quant_method": "gptq"})
-    assert "--layout hf" in refused(UnsupportedModel, model=model).next_step
+def test_a_quantization_that_nobody_knows_here():
+    model = tiny_config(quantization_config={"quant_method": "bitsandbytes"})
+    error = refused(UnsupportedModel, model=model)
+    assert "bitsandbytes" in error.message
+    assert error.expected == "awq, compressed-tensors, fp8, gptq"
+    assert "--layout hf" in error.next_step
     assert plan(model, layout="hf").parameters
 
 

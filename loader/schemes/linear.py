@@ -1,0 +1,183 @@
+"""A linear layer as a quantization scheme sees it: the weight's cut, and what follows from it for the other tensors.
+
+Pure. Tables cut one weight ``[out, in]`` into boxes and know nothing of quantization. A scheme says how each axis of
+the weight shows in each tensor that it keeps instead (packed eight to an integer, one scale for a group), and the
+boxes follow. What does not align with this rank's share is refused; no scale is ever the neighbour's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weightcached.loader.architectures.rows import Part, Wanted
+from weightcached.loader.boxes import Box, Shape, whole
+from weightcached.protocol.errors import UnsupportedModel
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What a scheme makes of one layer: parameters, in the layout's order, and names that it leaves out, with why."""
+
+    parameters: tuple[Wanted, ...]
+    excuses: Mapping[str, str] = field(default_factory=dict)
+
+
+class Scheme(Protocol):
+    """How one linear layer is stored. Schemes compare by value: the parts of a fused layer must have equal ones."""
+
+    def quantized(self, layer: Linear) -> Quantized:
+        """The parameters that stand for the layer's weight. Raises UnsupportedModel where the cut does not align."""
+        ...
+
+
+class Method(Protocol):
+    """What a checkpoint's ``quantization_config`` says."""
+
+    @property
+    def kv_scale_shape(self) -> Shape | None:
+        """The shape that engines give a KV-cache scale; ``None`` where they take none from the checkpoint."""
+        ...
+
+    def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:
+        """How the checkpoint's ``module`` is stored: ``None`` is plain. ``present``: the checkpoint's tensor names."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How an axis of the weight shows in another tensor: one element there for every ``per`` here."""
+
+    per: int | None = 1
+    """``None``: one element for the whole axis, which every rank has."""
+    unit: str = "element"
+    """What ``per`` elements are, for people."""
+    ragged: bool = False
+    """The last unit of the whole axis may be short."""
+    uncut: bool = False
+    """Every rank has all units, however the weight is cut."""
+
+    def seen(self, source: _Span, target: _Span, layer: str) -> tuple[_Span, _Span]:
+        """Source and target span of the other tensor. Raises UnsupportedModel unless both are whole units."""
+        if self.per is None:
+            return _Span(1, 0, 1), _Span(1, 0, 1)
+        if self.uncut:
+            source = target = _Span(source.total, 0, source.total)
+        short = self.ragged and source.count == source.total and target.start + target.count == target.total
+        if source.start % self.per or target.start % self.per or (source.count % self.per and not short):
+            raise UnsupportedModel(
+                f"{layer}: {source.count} of {source.total} elements are not whole {self.unit}s of {self.per}",
+                expected=f"shares that are a multiple of {self.per}",
+                found=f"elements {source.start} to {source.start + source.count} of the checkpoint's, "
+                f"from {target.start} of this rank's",
+                next_step="use a smaller TP size, or a checkpoint that is not quantized",
+            )
+        return self._units(source, self.per), self._units(target, self.per)
+
+    def _units(self, span: _Span, per: int) -> _Span:
+        return _Span(-(-span.total // per), span.start // per, -(-span.count // per))
+
+
+EACH = Axis()
+ONE = Axis(per=None)
+
+
+def packed(count: int) -> Axis:
+    """So many neighbours in one integer."""
+    return Axis(count, "packed integer")
+
+
+def groups(size: int, *, uncut: bool = False) -> Axis:
+    """One value for each group of neighbours; size -1 is one for all."""
+    return ONE if size == -1 else Axis(size, "group", uncut=uncut)
+
+
+def blocks(size: int) -> Axis:
+    """One value for each block; the last of a whole axis may be short."""
+    return Axis(size, "block", ragged=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements ``start .. start + count`` of an axis of ``total``."""
+
+    total: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One linear layer of this rank. Each part of its weight is one matrix ``[out, in]`` of the checkpoint."""
+
+    weight: Wanted
+
+    @property
+    def name(self) -> str:
+        return self.weight.name.removesuffix(WEIGHT)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The checkpoint's name of each part's module."""
+        return tuple(part.source.removesuffix(WEIGHT) for part in self.weight.parts)
+
+    def tensor(
+        self, suffix: str, rows: Axis = EACH, columns: Axis = EACH, *, dtype: str | None, inputs_first: bool = False
+    ) -> Wanted:
+        """The tensor ``suffix``, cut as the weight is. ``inputs_first``: it lies ``[in, out]``, in the file as here."""
+        shape, parts = None, []
+        for module, part in zip(self.modules, self.weight.parts, strict=True):
+            ranges = [
+                axis.seen(_span(part.shape, part.box, at), _span(self.weight.shape, part.destination, at), module)
+                for axis, at in ((rows, 0), (columns, 1))
+            ]
+            ranges = ranges[::-1] if inputs_first else ranges
+            sources, targets = zip(*ranges, strict=True)
+            shape = _shape(targets)
+            parts.append(Part(f"{module}.{suffix}", _shape(sources), _box(sources), _box(targets)))
+        return self._wanted(suffix, shape or self.weight.shape, tuple(parts), dtype)
+
+    def slots(self, suffix: str, *, dtype: str) -> Wanted:
+        """The tensor ``suffix``, a scalar of each part, side by side."""
+        parts = [
+            Part(f"{module}.{suffix}", (1,), whole((1,)), Box((slot,), (1,)), same_as=((),))
+            for slot, module in enumerate(self.modules)
+        ]
+        return self._wanted(suffix, (len(parts),), tuple(parts), dtype)
+
+    def last(self, suffix: str, shape: Shape, *, dtype: str) -> Wanted:
+        """The tensor ``suffix`` of the last part only, as it is: what engines keep where all parts should be equal."""
+        same_as: tuple[Shape, ...] = ((),) if shape == (1,) else ()
+        part = Part(f"{self.modules[-1]}.{suffix}", shape, whole(shape), whole(shape), same_as)
+        return self._wanted(suffix, shape, (part,), dtype)
+
+    def inputs(self, suffix: str, *, dtype: str) -> Wanted:
+        """The tensor ``suffix`` of the last part only, one element for each input of this rank."""
+        part = self.weight.parts[-1]
+        span = _span(part.shape, part.box, 1)
+        local = (span.count,)
+        cut = Part(f"{self.modules[-1]}.{suffix}", (span.total,), Box((span.start,), local), whole(local))
+        return self._wanted(suffix, local, (cut,), dtype)
+
+    def others(self, suffix: str, reason: str) -> dict[str, str]:
+        """Excuses for the tensor ``suffix`` of all parts but the last."""
+        last = self.modules[-1]
+        return {f"{module}.{suffix}": reason for module in self.modules if module != last}
+
+    def _wanted(self, suffix: str, shape: Shape, parts: tuple[Part, ...], dtype: str | None) -> Wanted:
+        return Wanted(f"{self.name}.{suffix}", shape, self.weight.part_kind, parts, dtype=dtype)
+
+
+def _span(shape: Shape, box: Box, axis: int) -> _Span:
+    return _Span(shape[axis], box.start[axis], box.shape[axis])
+
+
+def _shape(spans: tuple[_Span, ...]) -> Shape:
+    return tuple(span.total for span in spans)
+
+
+def _box(spans: tuple[_Span, ...]) -> Box:
+    return Box(tuple(span.start for span in spans), tuple(span.count for span in spans))
