@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.boxes import Box, Shape, whole
@@ -60,25 +61,27 @@ class Axis:
     uncut: bool = False
     """Every rank has all units, however the weight is cut."""
 
-    def seen(self, source: _Span, target: _Span, layer: str) -> tuple[_Span, _Span]:
-        """Source and target span of the other tensor. Raises UnsupportedModel unless both are whole units."""
+    def seen(self, source: _Span, target: _Span) -> tuple[_Span, _Span]:
+        """Source and target span of the other tensor. Raises Misaligned unless both are whole units."""
         if self.per is None:
             return _Span(1, 0, 1), _Span(1, 0, 1)
         if self.uncut:
             source = target = _Span(source.total, 0, source.total)
         short = self.ragged and source.count == source.total and target.start + target.count == target.total
         if source.start % self.per or target.start % self.per or (source.count % self.per and not short):
-            raise UnsupportedModel(
-                f"{layer}: {source.count} of {source.total} elements are not whole {self.unit}s of {self.per}",
-                expected=f"shares that are a multiple of {self.per}",
-                found=f"elements {source.start} to {source.start + source.count} of the checkpoint's, "
-                f"from {target.start} of this rank's",
-                next_step="use a smaller TP size, or a checkpoint that is not quantized",
-            )
+            raise Misaligned(self, source, target)
         return self._units(source, self.per), self._units(target, self.per)
 
     def _units(self, span: _Span, per: int) -> _Span:
         return _Span(-(-span.total // per), span.start // per, -(-span.count // per))
+
+
+class Misaligned(Exception):
+    """A share of the weight is not whole units of another tensor."""
+
+    def __init__(self, axis: Axis, source: _Span, target: _Span) -> None:
+        super().__init__(f"{source.count} of {source.total} elements are not whole {axis.unit}s of {axis.per}")
+        self.axis, self.source, self.target = axis, source, target
 
 
 EACH = Axis()
@@ -128,17 +131,22 @@ class Linear:
         self, suffix: str, rows: Axis = EACH, columns: Axis = EACH, *, dtype: str | None, inputs_first: bool = False
     ) -> Wanted:
         """The tensor ``suffix``, cut as the weight is. ``inputs_first``: it lies ``[in, out]``, in the file as here."""
-        shape, parts = None, []
-        for module, part in zip(self.modules, self.weight.parts, strict=True):
-            ranges = [
-                axis.seen(_span(part.shape, part.box, at), _span(self.weight.shape, part.destination, at), module)
-                for axis, at in ((rows, 0), (columns, 1))
-            ]
-            ranges = ranges[::-1] if inputs_first else ranges
-            sources, targets = zip(*ranges, strict=True)
-            shape = _shape(targets)
-            parts.append(Part(f"{module}.{suffix}", _shape(sources), _box(sources), _box(targets)))
-        return self._wanted(suffix, shape or self.weight.shape, tuple(parts), dtype)
+        shape, parts = self.weight.shape, []
+        for part in self.weight.parts:
+            name = f"{part.source.removesuffix(WEIGHT)}.{suffix}"
+            try:
+                cut = _cut(self.weight.shape, part.shape, part.box, part.destination, rows, columns, inputs_first)
+            except Misaligned as fault:
+                raise UnsupportedModel(
+                    f"this rank's share of {part.source} does not align with {name}: {fault}",
+                    expected=f"shares that are whole {fault.axis.unit}s of {fault.axis.per}",
+                    found=f"elements {fault.source.start} to {fault.source.start + fault.source.count} of the "
+                    f"checkpoint's {fault.source.total}, from {fault.target.start} on in the fused layer",
+                    next_step="use a smaller TP size, or a checkpoint that is not quantized",
+                ) from None
+            shape = cut.shape
+            parts.append(Part(name, cut.whole, cut.box, cut.destination))
+        return self._wanted(suffix, shape, tuple(parts), dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
         """The tensor ``suffix``, a scalar of each part, side by side."""
@@ -169,6 +177,23 @@ class Linear:
 
     def _wanted(self, suffix: str, shape: Shape, parts: tuple[Part, ...], dtype: str | None) -> Wanted:
         return Wanted(f"{self.name}.{suffix}", shape, self.weight.part_kind, parts, dtype=dtype)
+
+
+class _Cut(NamedTuple):
+    """A part of one tensor of a layer: of the ``whole`` in the file, ``box`` goes to ``destination`` in ``shape``."""
+
+    whole: Shape
+    box: Box
+    destination: Box
+    shape: Shape
+
+
+@lru_cache(maxsize=1024)
+def _cut(weight: Shape, part: Shape, box: Box, destination: Box, rows: Axis, columns: Axis, inputs_first: bool) -> _Cut:
+    """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers of a block ask the same."""
+    ranges = [axis.seen(_span(part, box, at), _span(weight, destination, at)) for axis, at in ((rows, 0), (columns, 1))]
+    sources, targets = zip(*(ranges[::-1] if inputs_first else ranges), strict=True)
+    return _Cut(_shape(sources), _box(sources), _box(targets), _shape(targets))
 
 
 def _span(shape: Shape, box: Box, axis: int) -> _Span:
