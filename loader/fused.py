@@ -11,18 +11,22 @@ from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
 from weightcached.loader.architectures import ARCHITECTURES
-from weightcached.loader.architectures.rows import Indivisible, Part, Rank, Wanted
+from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
+from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
 from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
-from weightcached.loader.schemes import method_of, quantized
-from weightcached.loader.schemes.linear import Quantized
+from weightcached.loader.schemes import beside, method_of, quantized
+from weightcached.loader.schemes.linear import Method, Quantized
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
 
 LAYERS_BELIEVED = 10_000
 """More layers than this are believed only where there are as many tensors."""
+
+OTHER_EXPERTS = "an expert of another expert-parallel rank"
+OTHER_STAGE = "of another pipeline stage"
 
 
 def fused_parameters(
@@ -35,8 +39,18 @@ def fused_parameters(
     architecture = _architecture(config)
     model = architecture.shape_of(config.model)
     _require_possible_depth(architecture, model, tensors)
-    made = _as_stored(_wanted(architecture, model, config), tensors, config)
-    accounting = _account(architecture, model, made, tensors)
+    rank = Rank.of(config.parallel)
+    if rank.expert_ranks > 1 and "experts" not in architecture.sizes:
+        raise UnsupportedModel(
+            f"{config.architecture} has no experts to share",
+            expected="ep size 1",
+            found=f"ep size {rank.expert_ranks}",
+            next_step="leave out the options of expert parallelism",
+        )
+    wanted = _wanted(architecture, model, rank, config)
+    method = _method(config)
+    made = Quantized(tuple(wanted)) if method is None else quantized(wanted, method, tensors.keys())
+    accounting = _account(architecture, model, rank, made, tensors, is_quantized=method is not None)
     parameters: dict[str, PlannedParameter] = {}
     for one in made.parameters:
         _plan_one(one, tensors, config, parameters)
@@ -65,41 +79,55 @@ def _require_possible_depth(architecture: Architecture, model: ModelShape, tenso
             )
 
 
-def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) -> list[Wanted]:
-    rank = Rank(config.parallel.tp_size, config.parallel.tp_rank)
+def _wanted(architecture: Architecture, model: ModelShape, rank: Rank, config: CacheConfig) -> list[Wanted]:
     try:
         return list(architecture.wanted(model, rank))
     except Indivisible as fault:
-        sizes = ", ".join(map(str, architecture.possible_sizes(model)))
+        sizes = ", ".join(map(str, architecture.possible_sizes(model, rank)))
         raise UnsupportedModel(
             f"{config.architecture}: {rank.size} ranks cannot share {fault.what} evenly",
             expected=f"TP size {sizes}",
             found=f"TP size {rank.size}",
             next_step=f"use one of the TP sizes {sizes}",
         ) from None
+    except TooMany as fault:
+        raise UnsupportedModel(
+            f"{config.architecture}: there are more {fault.kind} ranks than {fault.what} to share",
+            expected=f"{fault.kind} size 1 to {fault.most}",
+            found=f"{fault.kind} size {getattr(config.parallel, f'{fault.kind}_size')}",
+        ) from None
 
 
-def _as_stored(wanted: list[Wanted], tensors: Mapping[str, TensorHeader], config: CacheConfig) -> Quantized:
-    """What is wanted of the checkpoint as it is: with the tensors of its own quantization, where it has one."""
+def _method(config: CacheConfig) -> Method | None:
+    """The checkpoint's own quantization, which is the only one then."""
     method = method_of(config.model)
-    if method is None:
-        return Quantized(tuple(wanted))
-    if config.quantization.method != "none":
+    if method is not None and config.quantization.method != "none":
         raise UnsupportedModel(
             "the checkpoint is quantized already",
             expected="--quantization none",
             found=f"--quantization {config.quantization.method}, and quantization_config in config.json",
             next_step="start without --quantization, or name the unquantized checkpoint",
         )
-    return quantized(wanted, method, tensors.keys())
+    return method
 
 
 def _account(
-    architecture: Architecture, model: ModelShape, made: Quantized, tensors: Mapping[str, TensorHeader]
+    architecture: Architecture,
+    model: ModelShape,
+    rank: Rank,
+    made: Quantized,
+    tensors: Mapping[str, TensorHeader],
+    *,
+    is_quantized: bool,
 ) -> Accounting:
     expected = {part.source for one in made.parameters for part in one.parts}
-    excuses = {**made.excuses, **architecture.excuses(tensors.keys() - expected, model)}
-    accounting = account(expected=expected, present=tensors, ignored=excuses)
+    ignored = {name: OTHER_EXPERTS for one in made.parameters for name in one.elsewhere}
+    ignored |= dict.fromkeys(architecture.other_stages(model, rank), OTHER_STAGE)
+    if is_quantized:
+        ignored |= beside(ignored, tensors.keys() - expected)
+    ignored |= made.excuses
+    ignored |= architecture.excuses(tensors.keys() - expected - ignored.keys(), model)
+    accounting = account(expected=expected, present=tensors, ignored=ignored)
     if not accounting.balanced:
         accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
     return accounting
@@ -150,7 +178,7 @@ def _plan_one(
             name, shape, "float8_e4m3fn", source, copies, (), QuantizeFp8(scale), part_kind=part_kind
         )
         parameters[scale] = PlannedParameter(
-            scale, (shape[0], 1), "float32", None, (), produced_by=name, part_kind=part_kind
+            scale, (*shape[:-1], 1), "float32", None, (), produced_by=name, part_kind=part_kind
         )
         return
     dtype = wanted.dtype or (source if config.dtype == "auto" else config.dtype)

@@ -14,7 +14,7 @@ from weightcached.loader.schemes.awq import Awq
 from weightcached.loader.schemes.compressed_tensors import CompressedTensors
 from weightcached.loader.schemes.fp8 import Fp8
 from weightcached.loader.schemes.gptq import Gptq
-from weightcached.loader.schemes.kv_cache import kv_scales, zero_points
+from weightcached.loader.schemes.kv_cache import attention_of, kv_scales, zero_points
 from weightcached.loader.schemes.linear import Linear, Method, Quantized, Scheme
 from weightcached.loader.schemes.settings import Settings
 from weightcached.protocol.errors import UnsupportedModel
@@ -72,6 +72,20 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
         parameters.extend(kv_scales(left, attentions, method.kv_scale_shape))
         excuses.update(zero_points(left, attentions))
     return Quantized(tuple(parameters), excuses)
+
+
+def beside(ignored: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Excuses for those of ``names`` that belong to a layer whose weight is ``ignored``, for the same reason.
+
+    Other ranks' layers are known by their weights' plain names; what stands for a weight and goes with it follows.
+    """
+    attentions = {name.rsplit(".", 2)[0]: reason for name, reason in ignored.items()}
+    found = {}
+    for name in names:
+        reason = ignored.get(f"{name.rpartition('.')[0]}.weight") or attentions.get(attention_of(name) or "")
+        if reason is not None:
+            found[name] = reason
+    return found
 
 
 def _scheme_of(layer: Linear, method: Method, present: Collection[str]) -> Scheme | None:

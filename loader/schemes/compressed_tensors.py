@@ -35,15 +35,16 @@ class Packed:
         parameters = [
             layer.tensor("weight_packed", EACH, integers, dtype="int32"),
             layer.tensor("weight_scale", EACH, group, dtype=None),
-            layer.last("weight_shape", (2,), dtype="int64"),
         ]
-        excuses = layer.others("weight_shape", "the fused layer has one of these, its last part's")
+        if not layer.is_stacked:
+            parameters.append(layer.shape_of_last("weight_shape"))
+        excuses = layer.excuse("weight_shape", "a fused layer has one of these, its last part's; experts have none")
         if self.zero_points:
             parameters.append(layer.tensor("weight_zero_point", integers, group, dtype="int32"))
         if self.activation_order:
             parameters.append(layer.inputs("weight_g_idx", dtype="int32"))
             # The order follows from the inputs alone, and all parts of a layer have the same.
-            excuses |= layer.others("weight_g_idx", "the fused layer has one of these, its last part's")
+            excuses |= layer.excuse("weight_g_idx", "the layer has one of these, its last part's")
         return Quantized(tuple(parameters), excuses)
 
 

@@ -41,15 +41,15 @@ class OneByte:
             parameters.append(layer.tensor(self.scale, blocks(rows), blocks(columns), dtype="float32"))
         if not self.static_inputs:
             return Quantized(tuple(parameters))
-        if self.dtype == "float8_e4m3fn":
+        if self.dtype == "float8_e4m3fn" and not layer.is_stacked:
             return Quantized((*parameters, layer.slots("input_scale", dtype="float32")))
-        # Engines give an int8 layer one input scale, where the last part loaded wins: its parts share their inputs.
-        reason = "the fused layer has one of these, its last part's: all parts have the same inputs"
-        parameters.append(layer.last("input_scale", (1,), dtype="float32"))
-        excuses = layer.others("input_scale", reason)
+        # Engines give experts, and int8 layers, one input scale, where the last part loaded wins: parts share inputs.
+        reason = "the layer has one of these, its last part's: all parts have the same inputs"
+        parameters.append(layer.last("input_scale", dtype="float32"))
+        excuses = layer.excuse("input_scale", reason)
         if self.input_zero_point:
-            parameters.append(layer.last("input_zero_point", (1,), dtype="int8"))
-            excuses |= layer.others("input_zero_point", reason)
+            parameters.append(layer.last("input_zero_point", dtype="int8"))
+            excuses |= layer.excuse("input_zero_point", reason)
         return Quantized(tuple(parameters), excuses)
 
 

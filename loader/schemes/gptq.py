@@ -36,15 +36,14 @@ class GptqScheme:
             layer.tensor("qzeros", integers, group, dtype="int32", inputs_first=True),
             layer.tensor("scales", EACH, group, dtype=None, inputs_first=True),
         ]
-        bias = "GPTQ writes a bias for every layer; the architecture has none here"
-        excuses = {f"{module}.bias": bias for module in layer.modules}
+        excuses = layer.excuse("bias", "GPTQ writes a bias for every layer; the architecture has none here")
         if self.activation_order:
             parameters.append(layer.inputs("g_idx", dtype="int32"))
             # The order follows from the inputs alone, and all parts of a layer have the same.
-            excuses |= layer.others("g_idx", "the fused layer has one of these, its last part's")
+            excuses |= layer.excuse("g_idx", "the layer has one of these, its last part's")
         else:
             reason = "without desc_act, groups follow one another: g_idx says no more than group_size"
-            excuses |= {f"{module}.g_idx": reason for module in layer.modules}
+            excuses |= layer.excuse("g_idx", reason)
         return Quantized(tuple(parameters), excuses)
 
 

@@ -59,6 +59,12 @@ def zero_points(names: Iterable[str], attentions: Collection[str]) -> dict[str, 
     return {name: reason for name, match in matches if match is not None and match["attention"] in attentions}
 
 
+def attention_of(name: str) -> str | None:
+    """The attention whose scale the tensor ``name`` can be, if any."""
+    matches = (spelling.fullmatch(name) for spelling, _ in _SPELLINGS)
+    return next((match["attention"] for match in matches if match is not None), None)
+
+
 def _parameters(name: str, attentions: Collection[str]) -> list[str]:
     """The parameters that the tensor ``name`` becomes: none, one, or two."""
     for spelling, kinds in _SPELLINGS:

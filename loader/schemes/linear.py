@@ -7,7 +7,8 @@ boxes follow. What does not align with this rank's share is refused; no scale is
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -114,13 +115,21 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear layer of this rank. Each part of its weight is one matrix ``[out, in]`` of the checkpoint."""
+    """One linear layer of this rank, or a stack of experts. Each part is one matrix ``[out, in]`` of the checkpoint.
+
+    The weight is ``[out, in]``, of experts ``[experts, out, in]``; their tensors have the first axis, too.
+    """
 
     weight: Wanted
 
     @property
     def name(self) -> str:
         return self.weight.name.removesuffix(WEIGHT)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether these are experts."""
+        return len(self.weight.shape) > 2
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -146,37 +155,51 @@ class Linear:
                 ) from None
             shape = cut.shape
             parts.append(Part(name, cut.whole, cut.box, cut.destination))
-        return self._wanted(suffix, shape, tuple(parts), dtype)
+        return self._wanted(suffix, shape, parts, dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
-        """The tensor ``suffix``, a scalar of each part, side by side."""
+        """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it."""
+        stack = self.weight.shape[:-2]
+        each = len(self.weight.parts) // math.prod(stack)
+        axis = () if stack and each == 1 else (each,)
         parts = [
-            Part(f"{module}.{suffix}", (1,), whole((1,)), Box((slot,), (1,)), same_as=((),))
-            for slot, module in enumerate(self.modules)
+            _scalar(f"{module}.{suffix}", (*part.destination.start[:-2], *((place % each,) if axis else ())))
+            for place, (module, part) in enumerate(zip(self.modules, self.weight.parts, strict=True))
         ]
-        return self._wanted(suffix, (len(parts),), tuple(parts), dtype)
+        return self._wanted(suffix, (*stack, *axis), parts, dtype)
 
-    def last(self, suffix: str, shape: Shape, *, dtype: str) -> Wanted:
-        """The tensor ``suffix`` of the last part only, as it is: what engines keep where all parts should be equal."""
-        same_as: tuple[Shape, ...] = ((),) if shape == (1,) else ()
-        part = Part(f"{self.modules[-1]}.{suffix}", shape, whole(shape), whole(shape), same_as)
-        return self._wanted(suffix, shape, (part,), dtype)
+    def last(self, suffix: str, *, dtype: str) -> Wanted:
+        """The tensor ``suffix``, a scalar, of the last part (of each expert): what engines keep where all are equal."""
+        stack = self.weight.shape[:-2]
+        parts = [_scalar(f"{module}.{suffix}", place or (0,)) for place, (module, _) in self._last_parts().items()]
+        return self._wanted(suffix, stack or (1,), parts, dtype)
+
+    def shape_of_last(self, suffix: str) -> Wanted:
+        """The tensor ``suffix``, two integers, of the last part."""
+        part = Part(f"{self.modules[-1]}.{suffix}", (2,), whole((2,)), whole((2,)))
+        return self._wanted(suffix, (2,), [part], "int64")
 
     def inputs(self, suffix: str, *, dtype: str) -> Wanted:
-        """The tensor ``suffix`` of the last part only, one element for each input of this rank."""
-        part = self.weight.parts[-1]
-        span = _span(part.shape, part.box, 1)
-        local = (span.count,)
-        cut = Part(f"{self.modules[-1]}.{suffix}", (span.total,), Box((span.start,), local), whole(local))
-        return self._wanted(suffix, local, (cut,), dtype)
+        """The tensor ``suffix`` of the last part (of each expert), one element for each input of this rank."""
+        parts = []
+        for place, (module, part) in self._last_parts().items():
+            span = _span(part.shape, part.box, -1)
+            box = Box((span.start,), (span.count,))
+            parts.append(Part(f"{module}.{suffix}", (span.total,), box, _under(place, Box((0,), (span.count,)))))
+        return self._wanted(suffix, (*self.weight.shape[:-2], self.weight.shape[-1]), parts, dtype)
 
-    def others(self, suffix: str, reason: str) -> dict[str, str]:
-        """Excuses for the tensor ``suffix`` of all parts but the last."""
-        last = self.modules[-1]
-        return {f"{module}.{suffix}": reason for module in self.modules if module != last}
+    def excuse(self, suffix: str, reason: str) -> dict[str, str]:
+        """The tensor ``suffix`` of every part need not be loaded; where it is nevertheless, this does not matter."""
+        return {f"{module}.{suffix}": reason for module in self.modules}
 
-    def _wanted(self, suffix: str, shape: Shape, parts: tuple[Part, ...], dtype: str | None) -> Wanted:
-        return Wanted(f"{self.name}.{suffix}", shape, self.weight.part_kind, parts, dtype=dtype)
+    def _last_parts(self) -> dict[Shape, tuple[str, Part]]:
+        """Place in the stack → the last part there, and its module."""
+        pairs = zip(self.modules, self.weight.parts, strict=True)
+        return {part.destination.start[:-2]: (module, part) for module, part in pairs}
+
+    def _wanted(self, suffix: str, shape: Shape, parts: Sequence[Part], dtype: str | None) -> Wanted:
+        name = f"{self.weight.name.removesuffix('weight')}{suffix}"
+        return Wanted(name, shape, self.weight.part_kind, tuple(parts), dtype=dtype, elsewhere=self.weight.elsewhere)
 
 
 class _Cut(NamedTuple):
@@ -191,9 +214,21 @@ class _Cut(NamedTuple):
 @lru_cache(maxsize=1024)
 def _cut(weight: Shape, part: Shape, box: Box, destination: Box, rows: Axis, columns: Axis, inputs_first: bool) -> _Cut:
     """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers of a block ask the same."""
-    ranges = [axis.seen(_span(part, box, at), _span(weight, destination, at)) for axis, at in ((rows, 0), (columns, 1))]
+    ranges = [
+        axis.seen(_span(part, box, at), _span(weight, destination, at)) for axis, at in ((rows, -2), (columns, -1))
+    ]
     sources, targets = zip(*(ranges[::-1] if inputs_first else ranges), strict=True)
-    return _Cut(_shape(sources), _box(sources), _box(targets), _shape(targets))
+    place = destination.start[:-2]
+    return _Cut(_shape(sources), _box(sources), _under(place, _box(targets)), (*weight[:-2], *_shape(targets)))
+
+
+def _scalar(source: str, place: Shape) -> Part:
+    return Part(source, (1,), whole((1,)), Box(place, (1,) * len(place)), same_as=((),))
+
+
+def _under(place: Shape, box: Box) -> Box:
+    """The box at one place of a stack."""
+    return Box((*place, *box.start), (*(1 for _ in place), *box.shape))
 
 
 def _span(shape: Shape, box: Box, axis: int) -> _Span:
