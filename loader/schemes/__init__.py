@@ -65,11 +65,11 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
         made = scheme.quantized(layer)
         parameters.extend(made.parameters)
         excuses.update(made.excuses)
-    if method.kv_scale_shape is not None:
+    if method.kv_scale is not None:
         attentions = {one.name.rsplit(".", 2)[0] for one in parameters}
         spoken_for = {part.source for one in parameters for part in one.parts}
         left = [name for name in present if name not in spoken_for]
-        parameters.extend(kv_scales(left, attentions, method.kv_scale_shape))
+        parameters.extend(kv_scales(left, attentions, method.kv_scale))
         excuses.update(zero_points(left, attentions))
     return Quantized(tuple(parameters), excuses)
 

@@ -19,7 +19,7 @@ class Awq:
 
     group_size: int
     plain: tuple[str, ...]
-    kv_scale_shape: None = None
+    kv_scale: None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Awq:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from weightcached.loader.boxes import Shape
 from weightcached.loader.schemes.fp8 import Granularity, OneByte
-from weightcached.loader.schemes.linear import EACH, Linear, Quantized, Scheme, groups, packed
+from weightcached.loader.schemes.linear import EACH, KvScale, Linear, Quantized, Scheme, groups, packed
 from weightcached.loader.schemes.settings import Settings, is_named
 from weightcached.protocol.errors import UnsupportedModel
 
 ANY_LINEAR = "Linear"
 """The class of layers that a group targets where it names no module."""
+
+KV_SCALE = KvScale((1,), "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class CompressedTensors:
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     plain: tuple[str, ...]
-    kv_scale_shape: Shape = (1,)
+    kv_scale: KvScale = KV_SCALE
 
     @classmethod
     def of(cls, settings: Settings) -> CompressedTensors:

@@ -11,12 +11,14 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-from weightcached.loader.boxes import Shape
-from weightcached.loader.schemes.linear import ONE, Linear, Quantized, Scheme, blocks
+from weightcached.loader.schemes.linear import ONE, KvScale, Linear, Quantized, Scheme, blocks
 from weightcached.loader.schemes.settings import Settings, is_named
 
 Granularity = Literal["tensor", "channel"] | tuple[int, int]
 """One scale for a matrix, for an output row, or for a block of (rows, columns)."""
+
+
+KV_SCALE = KvScale((), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Fp8:
 
     scheme: OneByte
     plain: tuple[str, ...]
-    kv_scale_shape: Shape = ()
+    kv_scale: KvScale = KV_SCALE
 
     @classmethod
     def of(cls, settings: Settings) -> Fp8:

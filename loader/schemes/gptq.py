@@ -57,7 +57,7 @@ class Gptq:
     """Where not empty, only these are quantized."""
     dynamic: tuple[tuple[str, Any], ...]
     """``-:`` expression: plain. ``+:`` or plain expression: other settings."""
-    kv_scale_shape: None = None
+    kv_scale: None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Gptq:

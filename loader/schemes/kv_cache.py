@@ -1,4 +1,4 @@
-"""KV-cache scales: one float32 for the keys and one for the values of a layer, under whatever name a tool gave them.
+"""KV-cache scales: one number for the keys and one for the values of a layer, under whatever name a tool gave them.
 
 Pure. Engines hold them as ``<attention>.attn.k_scale`` and ``v_scale`` (and ``q_scale``, ``prob_scale``); each tool
 that calibrates them has a spelling of its own. One that a checkpoint does not have is no parameter: the engine keeps
@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Iterable
 
 from weightcached.loader.architectures.rows import Part, Wanted
-from weightcached.loader.boxes import Shape, whole
+from weightcached.loader.boxes import whole
+from weightcached.loader.schemes.linear import KvScale
 from weightcached.protocol.errors import UnexpectedTensor
 
 _SPELLINGS = tuple(
@@ -33,7 +34,7 @@ _SPELLINGS = tuple(
 _ZERO_POINT = re.compile(r"(?P<attention>.+?)(?:\.attn)?\.[qkv]_zero_point")
 
 
-def kv_scales(names: Iterable[str], attentions: Collection[str], shape: Shape) -> list[Wanted]:
+def kv_scales(names: Iterable[str], attentions: Collection[str], held: KvScale) -> list[Wanted]:
     """The scales among ``names`` (of checkpoint tensors) that belong to one of ``attentions``, in order of their names.
 
     Raises UnexpectedTensor when a scale is there twice, under two spellings.
@@ -49,7 +50,7 @@ def kv_scales(names: Iterable[str], attentions: Collection[str], shape: Shape) -
                     next_step="see which tool wrote the checkpoint; it must have one spelling of its KV-cache scales",
                 )
             found[parameter] = name
-    return [_wanted(parameter, found[parameter], shape) for parameter in sorted(found)]
+    return [_wanted(parameter, found[parameter], held) for parameter in sorted(found)]
 
 
 def zero_points(names: Iterable[str], attentions: Collection[str]) -> dict[str, str]:
@@ -74,6 +75,7 @@ def _parameters(name: str, attentions: Collection[str]) -> list[str]:
     return []
 
 
-def _wanted(parameter: str, source: str, shape: Shape) -> Wanted:
-    part = Part(source, shape, whole(shape), whole(shape), same_as=((1,),) if shape == () else ((),))
-    return Wanted(parameter, shape, "replicated", (part,), dtype="float32")
+def _wanted(parameter: str, source: str, held: KvScale) -> Wanted:
+    same_as = ((1,),) if held.shape == () else ((),)
+    part = Part(source, held.shape, whole(held.shape), whole(held.shape), same_as=same_as)
+    return Wanted(parameter, held.shape, "replicated", (part,), dtype=held.dtype)

@@ -36,12 +36,20 @@ class Scheme(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """The shape and the dtype that engines give a KV-cache scale; ``None``: the model's."""
+
+    shape: Shape
+    dtype: str | None
+
+
 class Method(Protocol):
     """What a checkpoint's ``quantization_config`` says."""
 
     @property
-    def kv_scale_shape(self) -> Shape | None:
-        """The shape that engines give a KV-cache scale; ``None`` where they take none from the checkpoint."""
+    def kv_scale(self) -> KvScale | None:
+        """What engines make of a KV-cache scale; ``None`` where they take none from the checkpoint."""
         ...
 
     def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:

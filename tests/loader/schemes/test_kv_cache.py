@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.loader.schemes.test_schemes import CASES
 from tests.support.execution import load
 from tests.support.quantized import bits, config_of, loaded, require_equal, tensors_of, write
 from weightcached.loader.schemes.kv_cache import kv_scales
+from weightcached.loader.schemes.linear import KvScale
 from weightcached.protocol.errors import ShapeMismatch, UnexpectedTensor, UnsupportedModel
 
 AT = "model.layers.0.self_attn"
@@ -46,14 +48,22 @@ def test_every_spelling_becomes_the_engine_s_parameter(tmp_path, spelling):
         require_equal(tensor, tensors[spelling], name)
 
 
-@pytest.mark.parametrize(("quantization", "scheme", "held"), [(FP8, SCHEME, ()), (COMPRESSED, CHANNELS, (1,))])
 @pytest.mark.parametrize("stored", [(), (1,)])
-def test_the_engine_s_shape_and_dtype_whatever_the_file_s(tmp_path, quantization, scheme, held, stored):
-    """vLLM has a scalar where the method is fp8, one element where it is compressed-tensors; float32 in both."""
-    made, tensors = outcome(tmp_path, quantization, scheme, {f"{AT}.k_scale": stored}, code="BF16")
-    row = made.rows[f"{AT}.attn.k_scale"]
-    assert (row.shape, row.dtype) == (held, "float32")
-    require_equal(loaded(made)[row.name], tensors[f"{AT}.k_scale"].float().reshape(held), row.name)
+@pytest.mark.parametrize(
+    ("quantization", "scheme", "held", "dtype"),
+    [
+        (FP8, SCHEME, (), torch.float16),
+        (COMPRESSED, CHANNELS, (1,), torch.float32),
+    ],
+    ids=["fp8", "compressed-tensors"],
+)
+def test_the_engine_s_shape_and_dtype_whatever_the_file_s(tmp_path, quantization, scheme, held, dtype, stored):
+    """vLLM has a scalar of the model's dtype where the method is fp8, else one element of float32."""
+    name = f"{AT}.k_scale"
+    config = config_of(quantization)
+    tensors = tensors_of(config, scheme) | {name: bits(name, stored, "BF16")}
+    made = load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, dtype="float16")
+    require_equal(loaded(made)[f"{AT}.attn.k_scale"], tensors[name].to(dtype).reshape(held), name)
 
 
 def test_a_scale_of_another_shape_is_named(tmp_path):
@@ -94,5 +104,5 @@ def test_scales_per_head_are_refused_by_name(tmp_path):
 def test_scales_come_in_the_order_of_their_names_whatever_the_files():
     names = [f"model.layers.{n}.self_attn.{kind}_scale" for n in (1, 0) for kind in "vk"]
     attentions = {f"model.layers.{n}.self_attn" for n in (0, 1)}
-    orders = [[one.name for one in kv_scales(some, attentions, ())] for some in (names, names[::-1])]
+    orders = [[one.name for one in kv_scales(some, attentions, KvScale((), None))] for some in (names, names[::-1])]
     assert orders[0] == orders[1] == sorted(orders[0])
