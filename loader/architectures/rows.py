@@ -31,6 +31,8 @@ class Part:
     shape: Shape
     box: Box
     destination: Box
+    transposed: bool = False
+    """The last two axes of the box are swapped first."""
     same_as: tuple[Shape, ...] = ()
     """Other shapes that the file may give it: the same elements in C order."""
 
