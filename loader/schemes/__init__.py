@@ -16,6 +16,7 @@ from weightcached.loader.schemes.fp8 import Fp8
 from weightcached.loader.schemes.gptq import Gptq
 from weightcached.loader.schemes.kv_cache import attention_of, kv_scales, zero_points
 from weightcached.loader.schemes.linear import Linear, Method, Quantized, Scheme
+from weightcached.loader.schemes.mxfp4 import Mxfp4
 from weightcached.loader.schemes.settings import Settings
 from weightcached.protocol.errors import UnsupportedModel
 from weightcached.protocol.text import shown
@@ -25,6 +26,7 @@ METHODS: Mapping[str, Callable[[Settings], Method]] = {
     "compressed-tensors": CompressedTensors.of,
     "fp8": Fp8.of,
     "gptq": Gptq.of,
+    "mxfp4": Mxfp4.of,
 }
 """``quant_method`` → what reads its settings."""
 
@@ -62,6 +64,12 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
         if scheme is None:
             parameters.append(one)
             continue
+        if any(part.transposed for part in one.parts) and not isinstance(scheme, Mxfp4):
+            raise UnsupportedModel(
+                f"{layer.name} is transposed in plain checkpoints, and how in quantized ones is not known",
+                expected="a checkpoint that is not quantized",
+                found=shown(scheme),
+            )
         made = scheme.quantized(layer)
         parameters.extend(made.parameters)
         excuses.update(made.excuses)
@@ -82,7 +90,11 @@ def beside(ignored: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     attentions = {name.rsplit(".", 2)[0]: reason for name, reason in ignored.items()}
     found = {}
     for name in names:
-        reason = ignored.get(f"{name.rpartition('.')[0]}.weight") or attentions.get(attention_of(name) or "")
+        reason = (
+            ignored.get(f"{name.rpartition('.')[0]}.weight")
+            or ignored.get(name.rpartition("_")[0])  # stacked experts' names have no ".weight"
+            or attentions.get(attention_of(name) or "")
+        )
         if reason is not None:
             found[name] = reason
     return found

@@ -145,14 +145,24 @@ class Linear:
         return tuple(part.source.removesuffix(WEIGHT) for part in self.weight.parts)
 
     def tensor(
-        self, suffix: str, rows: Axis = EACH, columns: Axis = EACH, *, dtype: str | None, inputs_first: bool = False
+        self,
+        suffix: str,
+        rows: Axis = EACH,
+        columns: Axis = EACH,
+        *,
+        dtype: str | None,
+        inputs_first: bool = False,
+        ending: str | None = None,
     ) -> Wanted:
-        """The tensor ``suffix``, cut as the weight is. ``inputs_first``: it lies ``[in, out]``, in the file as here."""
+        """The tensor ``suffix``, cut as the weight is. ``inputs_first``: it lies ``[in, out]``, in the file as here.
+
+        ``ending``: how its name in the file goes on after the module's, where that is not the same.
+        """
         shape, parts = self.weight.shape, []
-        for part in self.weight.parts:
-            name = f"{part.source.removesuffix(WEIGHT)}.{suffix}"
+        for module, part in zip(self.modules, self.weight.parts, strict=True):
+            name = f"{module}.{suffix}" if ending is None else f"{module}{ending}"
             try:
-                cut = _cut(self.weight.shape, part.shape, part.box, part.destination, rows, columns, inputs_first)
+                cut = _cut(shape, part.shape, part.box, part.destination, rows, columns, part.transposed, inputs_first)
             except Misaligned as fault:
                 raise UnsupportedModel(
                     f"this rank's share of {part.source} does not align with {name}: {fault}",
@@ -161,9 +171,10 @@ class Linear:
                     f"checkpoint's {fault.source.total}, from {fault.target.start} on in the fused layer",
                     next_step="use a smaller TP size, or a checkpoint that is not quantized",
                 ) from None
-            shape = cut.shape
-            parts.append(Part(name, cut.whole, cut.box, cut.destination))
-        return self._wanted(suffix, shape, parts, dtype)
+            parts.append((name, cut))
+        return self._wanted(
+            suffix, parts[0][1].shape, [Part(name, cut.whole, cut.box, cut.destination) for name, cut in parts], dtype
+        )
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
         """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it."""
@@ -193,7 +204,8 @@ class Linear:
         for place, (module, part) in self._last_parts().items():
             span = _span(part.shape, part.box, -1)
             box = Box((span.start,), (span.count,))
-            parts.append(Part(f"{module}.{suffix}", (span.total,), box, _under(place, Box((0,), (span.count,)))))
+            at = Box((*place, 0), (*(1 for _ in place), span.count))
+            parts.append(Part(f"{module}.{suffix}", (span.total,), box, at))
         return self._wanted(suffix, (*self.weight.shape[:-2], self.weight.shape[-1]), parts, dtype)
 
     def excuse(self, suffix: str, reason: str) -> dict[str, str]:
@@ -220,23 +232,38 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _cut(weight: Shape, part: Shape, box: Box, destination: Box, rows: Axis, columns: Axis, inputs_first: bool) -> _Cut:
+def _cut(
+    weight: Shape,
+    part: Shape,
+    box: Box,
+    destination: Box,
+    rows: Axis,
+    columns: Axis,
+    transposed: bool,
+    inputs_first: bool,
+) -> _Cut:
     """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers of a block ask the same."""
+    row, column = (-1, -2) if transposed else (-2, -1)
     ranges = [
-        axis.seen(_span(part, box, at), _span(weight, destination, at)) for axis, at in ((rows, -2), (columns, -1))
+        axis.seen(_span(part, box, theirs), _span(weight, destination, ours))
+        for axis, theirs, ours in ((rows, row, -2), (columns, column, -1))
     ]
     sources, targets = zip(*(ranges[::-1] if inputs_first else ranges), strict=True)
-    place = destination.start[:-2]
-    return _Cut(_shape(sources), _box(sources), _under(place, _box(targets)), (*weight[:-2], *_shape(targets)))
+    return _Cut(
+        (*part[:-2], *_shape(sources)),
+        _within(box, _box(sources)),
+        _within(destination, _box(targets)),
+        (*weight[:-2], *_shape(targets)),
+    )
+
+
+def _within(stack: Box, box: Box) -> Box:
+    """The box, of the matrices that ``stack`` is of."""
+    return Box((*stack.start[:-2], *box.start), (*stack.shape[:-2], *box.shape))
 
 
 def _scalar(source: str, place: Shape) -> Part:
     return Part(source, (1,), whole((1,)), Box(place, (1,) * len(place)), same_as=((),))
-
-
-def _under(place: Shape, box: Box) -> Box:
-    """The box at one place of a stack."""
-    return Box((*place, *box.start), (*(1 for _ in place), *box.shape))
 
 
 def _span(shape: Shape, box: Box, axis: int) -> _Span:

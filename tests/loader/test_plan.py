@@ -313,7 +313,7 @@ def test_a_quantization_that_nobody_knows_here():
     model = tiny_config(quantization_config={"quant_method": "bitsandbytes"})
     error = refused(UnsupportedModel, model=model)
     assert "bitsandbytes" in error.message
-    assert error.expected == "awq, compressed-tensors, fp8, gptq"
+    assert error.expected == "awq, compressed-tensors, fp8, gptq, mxfp4"
     assert "--layout hf" in error.next_step
     assert plan(model, layout="hf").parameters
 

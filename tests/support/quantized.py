@@ -78,15 +78,32 @@ Scheme = Iterable[Stored]
 def tensors_of(config: Mapping[str, Any], scheme: Scheme, *, plain: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors; modules of which a name in ``plain`` is a part stay as they were."""
     made = {}
-    for name, shape in tiny_shapes(config).items():
+    for name, shape in _shapes(config).items():
         module = name.removesuffix(".weight")
-        linear = any(module.endswith(part) for parts in FUSED.values() for part in parts)
+        linear = ".experts." in module or any(module.endswith(part) for parts in FUSED.values() for part in parts)
         if not linear or any(part in module for part in plain):
             made[name] = bits(name, shape, "BF16")
             continue
         for stored in scheme:
             tensor = f"{module}.{stored.suffix}"
             made[tensor] = bits(tensor, stored.shape(*shape), stored.code)
+    return made
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The plain checkpoint's tensors; Mixtral's have experts in the place of the dense family's MLP."""
+    shapes = tiny_shapes(config)
+    experts = config.get("num_local_experts")
+    if experts is None:
+        return shapes
+    made = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.block_sparse_moe"
+        made[f"{at}.gate.weight"] = (experts, hidden)
+        for expert in range(experts):
+            for projection, shape in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+                made[f"{at}.experts.{expert}.{projection}.weight"] = shape
     return made
 
 
@@ -116,6 +133,31 @@ def held(tensors: Mapping[str, torch.Tensor], stored: Stored, layer: str, rank: 
         shares = [_part(part, stored, at, name, rank, size) for at, part in enumerate(parts)]
         made = torch.cat(shares, stored.outputs or 0)
     return made.to(TORCH[stored.held_as]) if stored.held_as else made
+
+
+def held_by_experts(
+    tensors: Mapping[str, torch.Tensor], stored: Stored, at: str, experts: Iterable[int], rank: int, size: int
+) -> dict[str, torch.Tensor]:
+    """``w13`` and ``w2`` of the tensor ``stored`` of ``experts``, of which the rank holds one of ``size`` shares."""
+    gates, downs, ups = (
+        [tensors[f"{at}.experts.{expert}.{projection}.{stored.suffix}"] for expert in experts]
+        for projection in ("w1", "w2", "w3")
+    )
+    if stored.fused in ("slots", "last"):
+        scalars = [torch.stack([part.reshape(()) for part in parts]) for parts in (gates, downs, ups)]
+        both = torch.stack([scalars[0], scalars[2]], dim=1)
+        return {"w13": both if stored.fused == "slots" else scalars[2], "w2": scalars[1]}
+    first = [
+        gate
+        if stored.outputs is None
+        else torch.cat(
+            [_share(gate, stored.outputs, rank, size), _share(up, stored.outputs, rank, size)], stored.outputs
+        )
+        for gate, up in zip(gates, ups, strict=True)
+    ]
+    second = [down if stored.inputs is None else _share(down, stored.inputs, rank, size) for down in downs]
+    made = {"w13": torch.stack(first), "w2": torch.stack(second)}
+    return {name: tensor.to(TORCH[stored.held_as]) if stored.held_as else tensor for name, tensor in made.items()}
 
 
 def _part(tensor: torch.Tensor, stored: Stored, at: int, name: str, rank: int, size: int) -> torch.Tensor:
