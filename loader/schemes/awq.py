@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from weightcached.loader.schemes.linear import EACH, Linear, Quantized, Scheme, groups, packed
-from weightcached.loader.schemes.settings import Settings, is_named
+from weightcached.loader.schemes.settings import Patterns, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Awq:
     """``quant_method`` awq, and its only scheme."""
 
     group_size: int
-    plain: tuple[str, ...]
+    plain: Patterns
     kv_scale: None = None
 
     @classmethod
@@ -27,11 +27,11 @@ class Awq:
         settings.require("zero_point", True)
         settings.require("version", None, "gemm", "GEMM")
         settings.require("lm_head", None, False)
-        return cls(settings.number("q_group_size", "group_size", least=-1), settings.names("modules_to_not_convert"))
+        return cls(settings.number("q_group_size", "group_size", least=-1), settings.patterns("modules_to_not_convert"))
 
     def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:
         if self.plain:
-            return None if is_named(module, self.plain) else self
+            return None if self.plain.name(module) else self
         return self if f"{module}.weight" not in present or f"{module}.qweight" in present else None
 
     def quantized(self, layer: Linear) -> Quantized:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightcached.loader.schemes.fp8 import Granularity, OneByte
 from weightcached.loader.schemes.linear import EACH, KvScale, Linear, Quantized, Scheme, groups, packed
-from weightcached.loader.schemes.settings import Settings, is_named
+from weightcached.loader.schemes.settings import Patterns, Settings
 from weightcached.protocol.errors import UnsupportedModel
 
 ANY_LINEAR = "Linear"
@@ -53,8 +53,8 @@ class Packed:
 class CompressedTensors:
     """``quant_method`` compressed-tensors: (targets, scheme) of each group, and the modules that are left plain."""
 
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    plain: tuple[str, ...]
+    groups: tuple[tuple[Patterns, Scheme], ...]
+    plain: Patterns
     kv_scale: KvScale = KV_SCALE
 
     @classmethod
@@ -72,14 +72,14 @@ class CompressedTensors:
             group = config_groups.within(name)
             # A group of attention modules describes the KV cache, whose scales are parameters of their own.
             if group is not None and not all(target.endswith("Attention") for target in group.names("targets")):
-                schemes.append((group.names("targets"), _scheme(group, settings.text("format"))))
-        return cls(tuple(schemes), settings.names("ignore"))
+                schemes.append((group.patterns("targets"), _scheme(group, settings.text("format"))))
+        return cls(tuple(schemes), settings.patterns("ignore"))
 
     def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:
-        if is_named(module, self.plain):
+        if self.plain.name(module):
             return None
-        named = (scheme for targets, scheme in self.groups if is_named(module, targets))
-        any_linear = (scheme for targets, scheme in self.groups if ANY_LINEAR in targets)
+        named = (scheme for targets, scheme in self.groups if targets.name(module))
+        any_linear = (scheme for targets, scheme in self.groups if ANY_LINEAR in targets.words)
         return next(named, None) or next(any_linear, None)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightcached.loader.schemes.linear import ONE, KvScale, Linear, Quantized, Scheme, blocks
-from weightcached.loader.schemes.settings import Settings, is_named
+from weightcached.loader.schemes.settings import Patterns, Settings
 
 Granularity = Literal["tensor", "channel"] | tuple[int, int]
 """One scale for a matrix, for an output row, or for a block of (rows, columns)."""
@@ -60,7 +60,7 @@ class Fp8:
     """``quant_method`` fp8: one scale for a tensor (``weight_scale``) or for a block (``weight_scale_inv``)."""
 
     scheme: OneByte
-    plain: tuple[str, ...]
+    plain: Patterns
     kv_scale: KvScale = KV_SCALE
 
     @classmethod
@@ -71,7 +71,7 @@ class Fp8:
         if settings.values.get("weight_block_size") is not None:
             settings.require("activation_scheme", "dynamic")  # scales for blocks have no static ones beside them
             scheme = OneByte("float8_e4m3fn", settings.pair("weight_block_size"), "weight_scale_inv")
-        return cls(scheme, settings.names("ignored_layers", "modules_to_not_convert"))
+        return cls(scheme, settings.patterns("ignored_layers", "modules_to_not_convert"))
 
     def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:
-        return None if is_named(module, self.plain) else self.scheme
+        return None if self.plain.name(module) else self.scheme

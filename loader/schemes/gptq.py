@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightcached.loader.schemes.linear import EACH, Linear, Quantized, Scheme, groups, packed
-from weightcached.loader.schemes.settings import Settings, is_match, is_named
+from weightcached.loader.schemes.settings import Patterns, Settings, is_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Gptq:
 
     settings: Settings
     scheme: GptqScheme
-    modules: tuple[str, ...]
+    modules: Patterns
     """Where not empty, only these are quantized."""
     dynamic: tuple[tuple[str, Any], ...]
     """``-:`` expression: plain. ``+:`` or plain expression: other settings."""
@@ -67,7 +67,7 @@ class Gptq:
         return cls(
             settings,
             GptqScheme.of(settings),
-            settings.names("modules_in_block_to_quantize"),
+            settings.patterns("modules_in_block_to_quantize"),
             () if dynamic is None else tuple(dynamic.values.items()),
         )
 
@@ -79,5 +79,5 @@ class Gptq:
                 changed = replace(self.settings, values={**self.settings.values, **changes})
                 return GptqScheme.of(changed)
         if self.modules:
-            return self.scheme if is_named(module, self.modules) else None
+            return self.scheme if self.modules.name(module) else None
         return self.scheme if f"{module}.weight" not in present or f"{module}.qweight" in present else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weightcached.loader.architectures.rows import Wanted
 from weightcached.loader.schemes.linear import EACH, Axis, Linear, Quantized, Scheme
-from weightcached.loader.schemes.settings import Settings, is_named
+from weightcached.loader.schemes.settings import Settings
 
 BLOCK = 32
 BLOCK_NBYTES = 16
@@ -30,7 +30,7 @@ class Mxfp4:
         return cls()
 
     def scheme_of(self, module: str, present: Container[str]) -> Scheme | None:
-        return self if is_named(module, ("experts",)) else None
+        return self if "experts" in module.split(".") else None
 
     def quantized(self, layer: Linear) -> Quantized:
         values = layer.tensor("weight", EACH, Axis(2, "byte"), dtype="uint8", ending="_blocks")

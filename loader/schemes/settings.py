@@ -59,6 +59,10 @@ class Settings:
             raise _unusable(f"{self.path}.{key}", "two positive integers", value)
         return value[0], value[1]
 
+    def patterns(self, *keys: str) -> Patterns:
+        """Which modules the strings under the first of ``keys`` with any name."""
+        return Patterns.of(self.names(*keys))
+
     def names(self, *keys: str) -> tuple[str, ...]:
         """The strings under the first of ``keys`` with any; lists within lists are flattened."""
         for key in keys:
@@ -79,23 +83,40 @@ class Settings:
             )
 
 
-def is_named(module: str, patterns: Iterable[str]) -> bool:
-    """Whether one of ``patterns`` names the module: ``re:`` and a regular expression that matches from its start, or
-    whole dotted components that stand in its name in a row (``lm_head``, ``mlp.gate``, a full name).
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """Names of modules: ``re:`` and a regular expression that matches from the start, or whole dotted components that
+    stand in a module's name in a row (``lm_head``, ``mlp.gate``, a full name).
     """
-    dotted = f".{module}."
-    return any(
-        is_match(module, pattern[3:]) if pattern.startswith("re:") else f".{pattern}." in dotted for pattern in patterns
-    )
+
+    words: frozenset[str]
+    expressions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Patterns:
+        expressions = tuple(name[3:] for name in names if name.startswith("re:"))
+        return cls(frozenset(name for name in names if not name.startswith("re:")), expressions)
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.expressions)
+
+    def name(self, module: str) -> bool:
+        """Whether one of them is this module's."""
+        if self.words:
+            parts = module.split(".")
+            ends = range(1, len(parts) + 1)
+            if any(".".join(parts[start:end]) in self.words for end in ends for start in range(end)):
+                return True
+        return any(is_match(module, expression) for expression in self.expressions)
 
 
 def is_match(module: str, expression: str) -> bool:
     """Whether the regular expression of a ``quantization_config`` matches the module's name from its start."""
     try:
         return re.match(expression, module) is not None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ModelConfigError(
-            "config.json's quantization_config has a pattern that is no regular expression",
+            "config.json's quantization_config has a pattern that is no usable regular expression",
             found=f"{shown(expression)}: {error}",
         ) from error
 
