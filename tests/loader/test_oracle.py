@@ -69,7 +69,7 @@ def test_sharded_files_make_the_same_parameters_as_one_file(tmp_path):
     assert len(made[0]) == 27
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+@pytest.mark.parametrize("name", ["phi3"])
 def test_families_without_a_table_are_refused_with_a_way_out(tmp_path, name):
     directory = make_checkpoint(tmp_path, name)
     with pytest.raises(UnsupportedModel) as refused:

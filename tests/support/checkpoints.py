@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 ORACLE = Path(__file__).resolve().parent.parent / "oracle"
-ORACLE_CASES = ("llama", "llama-tied", "llama-sharded", "qwen2", "qwen3")
+ORACLE_CASES = ("llama", "llama-tied", "llama-sharded", "qwen2", "qwen3", "mixtral")
 """Cases of the families that the ``fused`` layout covers."""
 
 INDEX = "model.safetensors.index.json"
