@@ -1,4 +1,4 @@
-"""``quantization_config`` as somebody else wrote it: patterns mean whole components, and no value is taken unchecked."""
+"""``quantization_config`` as somebody else wrote it: patterns mean whole components, and no value goes unchecked."""
 
 import pytest
 from hypothesis import given, settings
