@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures import ARCHITECTURES, HOW_TO_ADD
 from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
@@ -36,7 +36,7 @@ def fused_parameters(
 
     Raises UnsupportedModel, ModelConfigError, MissingTensor, UnexpectedTensor or ShapeMismatch.
     """
-    architecture = _architecture(config)
+    architecture = _architecture(config).spelled_in(tensors.keys())
     model = architecture.shape_of(config.model)
     _require_possible_depth(architecture, model, tensors)
     rank = Rank.of(config.parallel)
@@ -64,7 +64,7 @@ def _architecture(config: CacheConfig) -> Architecture:
             f"layout 'fused' has no table for architecture {config.architecture}",
             expected=", ".join(sorted(ARCHITECTURES)),
             found=config.architecture,
-            next_step="--layout hf serves any architecture as it is on disk, at TP size 1",
+            next_step=f"--layout hf serves any architecture as it is on disk, at TP size 1; {HOW_TO_ADD}",
         )
     return table
 
@@ -142,8 +142,8 @@ def _files(accounting: Accounting, tensors: Mapping[str, TensorHeader]) -> str |
 def _layer_hint(architecture: Architecture, model: ModelShape, tensors: Mapping[str, TensorHeader]) -> str | None:
     """What to look at when the files have another number of layers than ``config.json`` says."""
     for block in architecture.blocks():
-        depth = len(block.prefix.split("."))
-        components = (name.split(".")[depth] for name in tensors if name.startswith(f"{block.prefix}."))
+        prefix = architecture.on_disk(f"{block.prefix}.")
+        components = (name[len(prefix) :].split(".", 1)[0] for name in tensors if name.startswith(prefix))
         indices = (int(text) for text in components if text.isdecimal() and len(text) < 10)
         stated, there = model.size(block.count), max(indices, default=-1) + 1
         if stated != there:
