@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
@@ -24,6 +25,9 @@ _Item = TypeVar("_Item")
 class Read(NamedTuple):
     """``ranges`` times ``length`` bytes: from ``offset`` in the tensor's file, ``pitch`` bytes from one to the next, to
     ``target`` in the slab's buffer, ``target_pitch`` bytes from one to the next.
+
+    With ``column_itemsize`` the ranges stand side by side instead, as columns of elements of so many bytes: element
+    ``j`` of range ``i`` goes to ``target + j * target_pitch + i * column_itemsize``.
     """
 
     tensor: TensorHeader
@@ -34,11 +38,17 @@ class Read(NamedTuple):
     target_pitch: int
     length: int
     ranges: int
+    column_itemsize: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that land in the buffer."""
         return self.length * self.ranges
+
+    def band(self, first: int, count: int) -> Read:
+        """Ranges ``first .. first + count`` alone, one after the other from the start of a buffer."""
+        offset = self.offset + first * self.pitch
+        return Read(self.tensor, offset, self.pitch, 0, self.length, self.length, count)
 
     @property
     def span_nbytes(self) -> int:
@@ -70,8 +80,9 @@ class Slab(NamedTuple):
 def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Iterator[Slab]:
     """The parameter's slabs, in order; none for an alias, for what quantization produces, or without elements.
 
-    A slab is larger than ``slab_nbytes`` only where it must be: rows that are quantized together are never parted. It
-    never has rows of two matrices that are quantized.
+    A slab is larger than ``slab_nbytes`` only where it must be: rows that are quantized together are never parted, and
+    a matrix that is transposed is never cut, since each piece of it has some bytes of every row of the file's. It never
+    has rows of two matrices that are quantized.
     """
     shape, transform = parameter.source_shape, parameter.transform
     if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(shape):
@@ -80,7 +91,7 @@ def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Ite
     most = max(1, slab_nbytes // itemsize)
     boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
     unbroken = all(is_contiguous(box, shape) for box in boxes) and all(
-        is_contiguous(copy.source, copy.tensor.shape) for copy in parameter.copies
+        is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies
     )
     made = _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
     if isinstance(transform, Quantize) and transform.measures_first:
@@ -156,15 +167,19 @@ def _measured_first(made: Iterator[Slab], matrix_elements: int) -> Iterator[Slab
 
 
 def _cut(parameter: PlannedParameter, most: int) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements (or the rows that stay together), contiguous each, that are all of it, in C
-    order.
-    """
+    """Boxes of at most ``most`` elements (or what is never parted), contiguous each, that are all of it, in C order."""
     shape, together = parameter.source_shape, 1
+    transposed = any(copy.transposed for copy in parameter.copies)
     if isinstance(parameter.transform, Quantize):
-        axis, inner, together = len(shape) - 2, shape[-1], parameter.transform.rows_together
+        axis, inner = len(shape) - 2, shape[-1]
+        together = shape[-2] if transposed else parameter.transform.rows_together
     else:
         axis, inner = 0, math.prod(shape[1:])
-        while inner > most and axis < len(shape) - 1:
+        last = len(shape) - (3 if transposed else 1)
+        if last < 0:
+            yield whole(shape)
+            return
+        while inner > most and axis < last:
             axis += 1
             inner //= shape[axis]
     step = max(1, most // (inner * together)) * together
@@ -218,6 +233,9 @@ def _within(part: Box, slab: Box, itemsize: int) -> Iterator[Pieces]:
 
 def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
     """The reads that bring ``part`` of the copy's destination into the slab's buffer."""
+    if copy.transposed:
+        yield from _transposed_reads(copy, part, slab, itemsize)
+        return
     tensor = copy.tensor
     sources = pieces(_source_of(copy, part), tensor.shape, itemsize)
     for source, target in _paired(sources, _within(part, slab, itemsize)):
@@ -232,8 +250,37 @@ def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
         )
 
 
+def _transposed_reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
+    """The same where matrices are transposed, of which ``part`` has whole ones: a read for each."""
+    tensor = copy.tensor
+    within = Box(tuple(a - b for a, b in zip(part.start, slab.start, strict=True)), part.shape)
+    columns, rows = part.shape[-2:]
+    matrices = zip(_corners(_source_of(copy, part), tensor.shape), _corners(within, slab.shape), strict=True)
+    for source, target in matrices:
+        yield Read(
+            tensor,
+            tensor.offset + source * itemsize,
+            tensor.shape[-1] * itemsize,
+            target * itemsize,
+            slab.shape[-1] * itemsize,
+            columns * itemsize,
+            rows,
+            itemsize,
+        )
+
+
+def _corners(box: Box, shape: Shape) -> Iterator[int]:
+    """The first element of each of the box's matrices (its last two axes), in C order."""
+    for group in pieces(Box(box.start, (*box.shape[:-2], 1, 1)), shape, 1):
+        for number in range(group.count):
+            first = group.offset + number * group.pitch
+            yield from range(first, first + group.length)
+
+
 def _source_of(copy: Copy, part: Box) -> Box:
     """The box of the tensor that becomes ``part``. Axes of length one may stand on one side only."""
+    if copy.transposed:
+        return _source_of(replace(copy, source=copy.source.swapped, transposed=False), part).swapped
     offsets = [start - begin for start, begin in zip(part.start, copy.destination.start, strict=True)]
     long = iter(
         [

@@ -79,7 +79,11 @@ FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializ
 
 
 class Parallel(Frozen):
-    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one."""
+    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one.
+
+    Expert parallelism is over all devices of a pipeline stage: ``ep_size`` is TP size × data-parallel replicas, and
+    ``ep_rank`` is replica × TP size + ``tp_rank``. With it ranks hold whole experts; without, slices of each.
+    """
 
     tp_size: int = Field(ge=1)
     tp_rank: int = Field(ge=0)
@@ -267,12 +271,20 @@ def build_config(
     layout: str,
     tp_size: int,
     tp_rank: int,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    dp_size: int = 1,
+    dp_rank: int = 0,
+    expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
+    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be,
+    ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
     if layout not in LAYOUT_REVISIONS:
@@ -282,7 +294,17 @@ def build_config(
             architecture=_architecture(model, model_dir / "config.json"),
             layout=layout,
             layout_revision=LAYOUT_REVISIONS[layout],
-            parallel=Parallel(tp_size=tp_size, tp_rank=tp_rank),
+            parallel=Parallel(
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                pp_size=pp_size,
+                pp_rank=pp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                dp_size=dp_size,
+                dp_rank=dp_rank,
+                expert_placement=expert_placement,  # type: ignore[arg-type]  # validated by the model
+            ),
             model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
             dtype=dtype,  # type: ignore[arg-type]  # validated by the model
             quantization=Quantization.named(quantization),
