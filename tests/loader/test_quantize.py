@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.support import naive
+from tests.support import expert_models, naive
 from tests.support.checkpoints import RawTensor, raw_tensor, tiny_llama, write_checkpoint, write_safetensors
 from tests.support.execution import load, resident, segment_of
 from tests.support.resources import nothing_left_behind
@@ -161,6 +161,21 @@ def test_each_expert_of_a_stack_is_quantized_on_its_own(tmp_path, method):
     wanted = {name: array.tobytes() for name, array in naive.execute(plan, directory).items()}
     assert len(wanted) == len(transform.products)
     assert all(one == wanted for one in made)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_quantized_too(tmp_path, family, method):
+    """Stacked while they are loaded, and stacked and transposed on disk."""
+    directory = expert_models.write(tmp_path, expert_models.config_of(family, num_hidden_layers=1))
+    outcome = load(directory, layout="fused", tp_size=2, tp_rank=1, quantization=method)
+    wanted = naive.execute(outcome.prepared.plan, directory)
+    assert outcome.data == {name: array.tobytes() for name, array in wanted.items()}
+    made = {name.rsplit(".", 1)[1]: row.shape for name, row in outcome.rows.items() if "experts.w" in name}
+    quantized = Quantization.named(method)
+    for name, shape in (("w13_weight", (5, 48, 32)), ("w2_weight", (5, 32, 24))):
+        for one in quantizer(name, shape, quantized, dtype="bfloat16").products:
+            assert made[one.name] == one.shape
 
 
 def spoil(directory, name, values):
