@@ -6,7 +6,7 @@ Pure. A table says what is wanted; here it meets the headers: names are accounte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
@@ -15,7 +15,8 @@ from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
 from weightcached.loader.architectures.table import Architecture
-from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.loader.planned import Cast, Copy, PlannedParameter, Quantize, TensorHeader
+from weightcached.loader.quantizers import quantizer
 from weightcached.loader.schemes import beside, method_of, quantized
 from weightcached.loader.schemes.linear import Method, Quantized
 from weightcached.protocol.config import CacheConfig
@@ -157,7 +158,7 @@ def _plan_one(
     config: CacheConfig,
     parameters: dict[str, PlannedParameter],
 ) -> None:
-    """Add the parameter to ``parameters``, followed by its scale where it is quantized."""
+    """Add the parameter to ``parameters``, or what quantization makes of it."""
     name, shape, part_kind = wanted.name, wanted.shape, wanted.part_kind
     if wanted.alias_of is not None:
         dtype = parameters[wanted.alias_of].dtype
@@ -172,20 +173,26 @@ def _plan_one(
             if 0 not in part.box.shape
         ]
     )
-    if wanted.linear and config.quantization.method == "fp8":
-        scale = f"{name}_scale"
-        parameters[name] = PlannedParameter(
-            name, shape, "float8_e4m3fn", source, copies, (), QuantizeFp8(scale), part_kind=part_kind
-        )
-        parameters[scale] = PlannedParameter(
-            scale, (*shape[:-1], 1), "float32", None, (), produced_by=name, part_kind=part_kind
-        )
-        return
     dtype = wanted.dtype or (source if config.dtype == "auto" else config.dtype)
+    if wanted.linear and config.quantization.method != "none":
+        quantize = quantizer(name, shape, config.quantization, dtype=dtype)
+        for planned in _quantized(wanted, source, copies, quantize):
+            parameters[planned.name] = planned
+        return
     cast = Cast(dtype) if copies and dtype != source else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
     )
+
+
+def _quantized(wanted: Wanted, source: str, copies: tuple[Copy, ...], quantize: Quantize) -> Iterator[PlannedParameter]:
+    """What quantization makes of the weight, in its order: the first has the copies."""
+    kind, (weight, *others) = wanted.part_kind, quantize.products
+    yield PlannedParameter(
+        weight.name, weight.shape, weight.dtype, source, copies, wanted.zeros, quantize, part_kind=kind
+    )
+    for one in others:
+        yield PlannedParameter(one.name, one.shape, one.dtype, None, (), produced_by=weight.name, part_kind=kind)
 
 
 def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
