@@ -11,16 +11,21 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_config
-from tests.support.plans import plan
+from tests.support.plans import FILE, plan
+from tests.support.quantized import config_of, tensors_of
+from tests.support.quantized_cases import CASES
 from weightcached.loader.boxes import Box
 from weightcached.loader.layout import Placed, place
-from weightcached.loader.plan import Cast, PlannedParameter, Quantize
+from weightcached.loader.plan import Cast, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.config import LAYOUT_REVISIONS
 
 PINNED = {
     ("hf", 1): "8d52223dbc1ea59e040b19007a6cb8b4c16f6f3a22a0707e5e8efd5e900f9f3b",
     ("fused", 1): "9b7fa93726ccda94584b0fbca940666ee50d1c7ee22e1934e591031a959de6dd",
 }
+
+PINNED_QUANTIZED = {1: ""}
+"""Of layout ``fused`` over checkpoints that are quantized already."""
 
 MODELS = {
     "llama": tiny_config(),
@@ -55,6 +60,21 @@ def test_rules_change_only_with_their_revision(layout):
         f"the rules of layout {layout!r} are not those of revision {revision} any more: raise "
         f"LAYOUT_REVISIONS[{layout!r}] to {revision + 1} in protocol/config.py, and pin {digest} for it here"
     )
+
+
+def test_rules_for_quantized_checkpoints_change_only_with_their_revision():
+    described = []
+    for name, (quantization, scheme) in CASES.items():
+        model = config_of(quantization, num_hidden_layers=1)
+        tensors = {
+            tensor: TensorHeader(tensor, str(values.dtype).removeprefix("torch."), tuple(values.shape), FILE, 0, 0)
+            for tensor, values in tensors_of(model, scheme).items()
+        }
+        for size, rank in ((1, 0), (4, 2)):
+            made = place(plan(model, tensors, tp_size=size, tp_rank=rank))
+            described.append([name, size, [describe(placed) for placed in made.placed]])
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    assert digest == PINNED_QUANTIZED[LAYOUT_REVISIONS["fused"]], f"as above, and pin {digest}"
 
 
 def describe(placed: Placed) -> list:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader.schemes.test_schemes import CASES
 from tests.support.execution import load
 from tests.support.quantized import bits, config_of, loaded, require_equal, tensors_of, write
+from tests.support.quantized_cases import CASES
 from weightcached.loader.schemes.kv_cache import kv_scales
 from weightcached.loader.schemes.linear import KvScale
 from weightcached.protocol.errors import ShapeMismatch, UnexpectedTensor, UnsupportedModel
