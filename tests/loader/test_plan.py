@@ -297,15 +297,6 @@ def test_layout_hf_quantizes_nothing():
     assert "--layout fused" in refused(UnsupportedModel, layout="hf", quantization="fp8").next_step
 
 
-@pytest.mark.parametrize("kind", ["pp", "ep", "dp"])
-@pytest.mark.parametrize("layout", ["hf", "fused"])
-def test_other_kinds_of_parallelism(kind, layout):
-    config = cache_config(tiny_config(), layout=layout)
-    parallel = config.parallel.model_copy(update={f"{kind}_size": 2})
-    with pytest.raises(UnsupportedModel, match=f"{kind} size 2"):
-        make_plan({}, tiny_config(), config.model_copy(update={"parallel": parallel}))
-
-
 def test_a_layout_or_revision_of_another_release():
     config = cache_config(tiny_config())
     for update in ({"layout_revision": config.layout_revision + 1}, {"layout": "engine"}):

@@ -84,7 +84,7 @@ TAMPERED = {
     "another weight's scale": (DOWN, lambda p: {"transform": QuantizeFp8(f"{QKV}_scale")}, "qkv_proj"),
     "a scale whose weight is not quantized": (SCALE, lambda p: {"produced_by": NORM}, NORM),
     "a scale of a weight that is not there": (SCALE, lambda p: {"produced_by": "gone"}, "gone"),
-    "a scale of the wrong shape": (SCALE, lambda p: {"shape": (31, 1)}, "[out, 1]"),
+    "a scale of the wrong shape": (SCALE, lambda p: {"shape": (31, 1)}, "one element for each row"),
     "a scale of the wrong dtype": (SCALE, lambda p: {"dtype": "float16"}, "float32"),
     "a scale that is also padding": (SCALE, lambda p: {"zeros": (Box((0, 0), (32, 1)),)}, "by itself"),
     "an alias of nothing": (HEAD, lambda p: {"alias_of": "gone"}, "gone"),
