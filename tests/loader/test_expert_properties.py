@@ -98,7 +98,7 @@ def test_ranks_together_take_every_element_the_right_number_of_times(case):
 def test_every_rank_accounts_for_every_name_and_each_is_loaded_somewhere(case):
     config, spots = case
     shapes = expert_models.shapes_of(config)
-    somewhere = set()
+    somewhere: set[str] = set()
     for spot in spots:
         accounting = plan(config, headers(shapes), **spot.options).accounting
         assert accounting.balanced
