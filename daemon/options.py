@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, user_id
+from weightcached.protocol.command_line import Parser, group_id, quantization, user_id
 from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
+from weightcached.protocol.quantization import SPELLINGS
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
 
 
@@ -78,7 +79,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
     )
-    group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    group.add_argument(
+        "--quantization",
+        type=quantization,
+        default="none",
+        metavar="METHOD",
+        help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
+    )
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
     group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     group.add_argument(

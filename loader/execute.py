@@ -5,8 +5,8 @@ writes only inside the places it is given; what a failed execution has written i
 meanwhile is the pipeline's question.
 
 All threads work on the same parameter, on neighbouring slabs: they balance whatever the sizes, files are read front to
-back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. XXH3 is some
-twenty times faster than writing fresh pages, so threads hardly ever wait for their turn to digest.
+back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. Digesting goes by
+turns, but hardly anybody waits for one: whoever has the turn digests what others have left behind it, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import mmap
 import os
 import threading
@@ -24,9 +25,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
-from weightcached.loader.quantize import Output, transformed
+from weightcached.loader.quantize import Output, Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
 from weightcached.loader.strategy import choose
@@ -36,9 +38,9 @@ from weightcached.protocol.memory.large_pages import LargePages
 
 log = logging.getLogger(__name__)
 
-THREADS = 4
-"""Whatever the number of processors: while one waits for the disk or for its turn, others work. More of them wait for
-each other at the kernel's allocator of pages.
+THREADS = max(2, min(4, len(os.sched_getaffinity(0))))
+"""Two at least: one works while the other waits for the disk. More of them wait for each other at the interpreter's
+lock and at the kernel's allocator of pages.
 """
 
 AHEAD_NBYTES = 32 << 20
@@ -99,14 +101,18 @@ def execute(
 
 @dataclass(slots=True)
 class _Digest:
-    """The digest of one parameter's bytes, as far as it is."""
+    """The digest of one parameter's bytes, as far as it is, and what follows once the slabs before are digested."""
 
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     slabs_done: int = 0
+    taken: bool = False
+    """Whether a thread has the turn."""
+    left: dict[int, tuple[Output, ...]] = field(default_factory=dict)
+    """Slab number → outputs."""
 
 
 class _Team:
-    """The threads' shared state. ``_lock`` guards all of it, but a hasher belongs to the thread whose turn it is."""
+    """The threads' shared state. ``_lock`` guards all of it, but hashers belong to the thread that has the turn."""
 
     def __init__(
         self,
@@ -122,8 +128,10 @@ class _Team:
         self._segment = segment
         self._pages = pages
         self._slab_nbytes = slab_nbytes
-        self._pending: Iterator[Slab] = itertools.chain.from_iterable(
-            slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
+        self._pending: Iterator[Slab] = staggered(
+            itertools.chain.from_iterable(
+                slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
+            )
         )
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
@@ -133,6 +141,7 @@ class _Team:
         self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
+        self._held = Held()
         self._meter = _Meter(placement, progress)
 
     def run(self, threads: int) -> None:
@@ -163,14 +172,18 @@ class _Team:
 
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
+        transforms = Transforms()
         try:
             while (slab := self._next()) is not None:
+                if slab.step != "all":
+                    self._process_held(slab, transforms)
+                    continue
                 if (place := self._place(slab)) is not None:
-                    self._process(slab, place, in_place=True)
+                    self._process(slab, place, transforms, in_place=True)
                     continue
                 if len(buffer) < slab.source_nbytes:
                     buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                self._process(slab, buffer[: slab.source_nbytes], in_place=False)
+                self._process(slab, buffer[: slab.source_nbytes], transforms, in_place=False)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
@@ -182,13 +195,32 @@ class _Team:
         offset = self._placed[parameter.name].offset + slab.first * itemsize_bytes(parameter.dtype)
         return self._pages.memory(offset, slab.source_nbytes)
 
-    def _process(self, slab: Slab, buffer: memoryview, *, in_place: bool) -> None:
-        read_nbytes = self._reader.fill(slab, buffer)
-        outputs = transformed(slab, buffer)
+    def _process(self, slab: Slab, buffer: memoryview, transforms: Transforms, *, in_place: bool) -> None:
+        self._count(slab, self._reader.fill(slab, buffer))
+        self._finish(slab, transforms.outputs(slab, buffer), in_place=in_place)
+
+    def _process_held(self, slab: Slab, transforms: Transforms) -> None:
+        memory = self._held.memory(slab)
+        if slab.step == "measure":
+            self._count(slab, self._reader.fill(slab, memory))
+            self._held.measured(slab, measure(slab, memory))
+            return
+        outputs = transforms.outputs(slab, memory, largest=self._held.largest(slab))
+        self._held.finished(slab)
+        self._finish(slab, outputs, in_place=False)
+
+    def _finish(self, slab: Slab, outputs: tuple[Output, ...], *, in_place: bool) -> None:
         if not in_place:
             for output in outputs:
                 _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
-        self._digest_in_turn(slab, outputs, read_nbytes)
+        self._digest(slab, outputs, lasting=in_place or slab.parameter.transform is not None)
+        self._meter.add(sum(len(output.data) for output in outputs))
+
+    def _count(self, slab: Slab, read_nbytes: int) -> None:
+        with self._lock:
+            traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
+            traffic.read += read_nbytes
+            traffic.kept += sum(read.nbytes for read in slab.reads)
 
     def _next(self) -> Slab | None:
         """Do a share of what has to be ready before slabs come to it, then claim one: nobody waits for us meanwhile."""
@@ -209,36 +241,46 @@ class _Team:
                 return None
             claimed = self._expected.popleft()
             self._expected_nbytes -= claimed.source_nbytes
-            parameter = claimed.parameter
-            self._reached = self._placed[parameter.name].offset + claimed.first * itemsize_bytes(parameter.dtype)
+            placed = self._placed[claimed.parameter.name]
+            elements = math.prod(claimed.parameter.source_shape)
+            self._reached = placed.offset + claimed.first * placed.nbytes // elements
         for slab in fresh:
             self._reader.expect(slab)
         return claimed
 
-    def _digest_in_turn(self, slab: Slab, outputs: tuple[Output, ...], read_nbytes: int) -> None:
-        """Add the outputs to their parameters' digests, after those of all slabs before, and count the slab as done."""
-        digests = [self._digests[output.name] for output in outputs]
+    def _digest(self, slab: Slab, outputs: tuple[Output, ...], *, lasting: bool) -> None:
+        """Leave the outputs to be digested after all slabs before, and take the turn if it is free.
+
+        Outputs that are not ``lasting`` are digested when this returns, unless the execution has failed.
+        """
+        queue = self._digests[slab.parameter.name]
         with self._turn:
-            while digests[0].slabs_done != slab.number:
-                if self._failure is not None:
-                    return
+            queue.left[slab.number] = outputs
+            if not queue.taken:
+                self._take_turn(queue)
+            while not lasting and queue.slabs_done <= slab.number and self._failure is None:
                 self._turn.wait()
-        for digest, output in zip(digests, outputs, strict=True):
-            digest.hasher.update(output.data)
-        with self._turn:
-            for digest in digests:
-                digest.slabs_done += 1
+
+    def _take_turn(self, queue: _Digest) -> None:
+        """Digest all that can be, in order. Called with the lock held; let go while bytes are looked at."""
+        queue.taken = True
+        while (outputs := queue.left.pop(queue.slabs_done, None)) is not None:
+            self._lock.release()
+            try:
+                for output in outputs:
+                    self._digests[output.name].hasher.update(output.data)
+            finally:
+                self._lock.acquire()
+            queue.slabs_done += 1
             self._turn.notify_all()
-            traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
-            traffic.read += read_nbytes
-            traffic.kept += sum(read.nbytes for read in slab.reads)
-        self._meter.add(sum(len(output.data) for output in outputs))
+        queue.taken = False
 
     def _fail(self, failure: BaseException) -> None:
         with self._turn:
             if self._failure is None:
                 self._failure = failure
             self._turn.notify_all()
+        self._held.abandon()
 
 
 class _Meter:

@@ -21,7 +21,8 @@ from weightcached.loader.planned import (
     LoadPlan,
     PartKind,
     PlannedParameter,
-    QuantizeFp8,
+    Product,
+    Quantize,
     TensorHeader,
 )
 from weightcached.loader.proof import prove
@@ -39,7 +40,8 @@ __all__ = [
     "LoadPlan",
     "PartKind",
     "PlannedParameter",
-    "QuantizeFp8",
+    "Product",
+    "Quantize",
     "TensorHeader",
     "make_plan",
 ]
@@ -108,7 +110,7 @@ def _require_supported(config: CacheConfig) -> None:
         raise UnsupportedModel(
             "layout 'hf' keeps parameters as on disk and quantizes nothing",
             expected="--quantization none",
-            found=f"--quantization {config.quantization.method}",
+            found=f"--quantization {config.quantization.spelled}",
             next_step="use --layout fused",
         )
 

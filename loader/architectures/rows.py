@@ -33,6 +33,8 @@ class Part:
     destination: Box
     transposed: bool = False
     """The last two axes of the box are swapped first."""
+    same_as: tuple[Shape, ...] = ()
+    """Other shapes that the file may give it: the same elements in C order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Wanted:
     """A weight ``[out, in]`` of a linear layer, which an online quantizer may take."""
     alias_of: str | None = None
     dtype: str | None = None
-    """The dtype it always has, whatever is asked for."""
+    """As stored: floating point is cast to it, anything else must have it in the file. ``None``: the model's own."""
     elsewhere: tuple[str, ...] = ()
     """Checkpoint tensors of its kind that only other expert-parallel ranks load."""
 

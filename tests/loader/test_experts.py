@@ -15,9 +15,9 @@ from tests.support import expert_models
 from tests.support.execution import Outcome, load
 from tests.support.expert_shards import Spot, shard
 from tests.support.plans import cache_config, headers, parameters, plan
+from weightcached.loader.arithmetic import fp8_channel
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.plan import Cast, make_plan
-from weightcached.loader.quantize import quantize_rows
 from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor
 
 FAMILIES = list(expert_models.CONFIGS)
@@ -186,7 +186,7 @@ def test_fp8_takes_each_row_of_each_expert_as_a_channel_of_its_own(model, spot):
     for name in names:
         scales = np.frombuffer(outcome.data[f"{name}_scale"], np.float32).reshape(*plain[name].shape[:-1], 1)
         for expert, weight in enumerate(plain[name]):
-            quantized, scale = quantize_rows(weight.contiguous())
+            quantized, scale = fp8_channel(weight.contiguous())
             at = slice(expert * weight.numel(), (expert + 1) * weight.numel())
             assert outcome.data[name][at] == quantized.view(torch.uint8).numpy().tobytes()
             assert np.array_equal(scales[expert], scale.numpy())

@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.support.checkpoints import tiny_config, tiny_shapes
 from weightcached.loader.plan import LoadPlan, PlannedParameter, TensorHeader, make_plan
-from weightcached.protocol.config import LAYOUT_REVISIONS, CacheConfig, Parallel, Quantization
+from weightcached.protocol.config import LAYOUT_REVISIONS, CacheConfig, Parallel
 from weightcached.protocol.dtypes import itemsize_bytes
+from weightcached.protocol.quantization import Quantization
 
 FILE = "model.safetensors"
 
