@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from weightcached.loader.architectures.blocks import Block
 from weightcached.loader.architectures.rows import Column, Qkv, Replicated, Row, RowParallel, Vocabulary, layer_norm
-from weightcached.loader.architectures.shape import ModelShape, Size, SizeRule, named
+from weightcached.loader.architectures.shape import PLAIN_HEADS, ModelShape, Size, SizeRule, named
 from weightcached.loader.architectures.table import Architecture, Ignore
 from weightcached.protocol.errors import ModelConfigError
 from weightcached.protocol.text import shown
@@ -54,6 +54,7 @@ def _labels(model: ModelShape) -> int:
 
 
 SIZES: Mapping[Size, SizeRule] = {
+    **PLAIN_HEADS,
     "position_table": named("max_position_embeddings"),
     "token_type_table": named("type_vocab_size"),
     "labels": _labels,

@@ -49,7 +49,8 @@ def reference(prefix: str):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_every_rank(tmp_path, architecture, size):
-    directory = write(tmp_path, architecture, {**SIZES, "num_labels": 5})
+    no_keys_of_its_own = {"num_key_value_heads": 2, "head_dim": 8}
+    directory = write(tmp_path, architecture, {**SIZES, "num_labels": 5, **no_keys_of_its_own})
     require_every_rank(directory, reference(CLASSES[architecture]), size=size)
 
 
