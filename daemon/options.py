@@ -12,11 +12,11 @@ from pathlib import Path
 
 from weightcached.daemon.address import Address
 from weightcached.protocol.command_line import Parser, group_id, user_id
-from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
+from weightcached.protocol.shard_options import add_shard_arguments, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What to load, and how; everything but the rank."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
-    group.add_argument("--tp-size", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
-    group.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
-    )
-    group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    add_shard_arguments(group)
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
     group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     group.add_argument(
@@ -93,16 +88,16 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
     )
-    group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=positive, default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=_positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=positive, default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=_positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=positive, default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=_positive,
+        type=positive,
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -136,7 +131,7 @@ def parse_serve(argv: list[str]) -> ServeOptions:
     parser.add_argument(
         "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
     )
-    parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
+    parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
@@ -194,13 +189,6 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
         remote_option="--metrics-allow-remote",
         allow_remote=given.metrics_allow_remote,
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value
 
 
 def _seconds(text: str) -> float:
