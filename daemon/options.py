@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, user_id
+from weightcached.protocol.command_line import Parser
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
 from weightcached.protocol.shard_options import add_shard_arguments, positive
 
@@ -46,21 +47,6 @@ class ServeOptions:
     log_format: str
     log_level: str
     parent_pid: int | None
-
-
-def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has."""
-    group = parser.add_argument_group("place")
-    group.add_argument(
-        "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
-    )
-    group.add_argument("--name", help=f"tells several daemons of a directory apart (default: {DEFAULT_NAME})")
-    group.add_argument(
-        "--allow-uid", metavar="USER", type=user_id, action="append", default=[], help="trust this user (repeatable)"
-    )
-    group.add_argument(
-        "--allow-gid", metavar="GROUP", type=group_id, action="append", default=[], help="and this group (repeatable)"
-    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,11 +158,6 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         log_level=given.log_level,
         parent_pid=given.parent_pid,
     )
-
-
-def allow_list(given: argparse.Namespace) -> AllowList:
-    """Who is trusted beside root and ourselves."""
-    return AllowList(frozenset(given.allow_uid), frozenset(given.allow_gid))
 
 
 def metrics_address(given: argparse.Namespace) -> Address | None:

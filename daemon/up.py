@@ -19,15 +19,10 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.address import Address
-from weightcached.daemon.options import (
-    add_model_arguments,
-    add_place_arguments,
-    add_running_arguments,
-    metrics_address,
-    serve_options,
-)
+from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.place_options import add_place_arguments
 from weightcached.protocol.processes import python_command
 
 _LINE_MAX_BYTES = 1024 * 1024

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.plan_report import checkpoint_document, rank_document, render, summarize
+from weightcached.loader.plan_report import RankSummary, checkpoint_document, rank_document, render, summarize
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
@@ -46,7 +47,8 @@ def _planned(given: argparse.Namespace) -> str:
     ranks = ranks_of(given)
     model_dir = resolve(given.model)
     with open_checkpoint(model_dir) as checkpoint:
-        summaries, documents = [], []
+        summaries: list[RankSummary] = []
+        documents: list[dict[str, Any]] = []
         for rank in reversed(ranks):  # the first is the one that is shown
             prepared = pipeline.prepare(checkpoint, build_config(model_dir, **shard_keywords(given, rank)))
             summaries.insert(0, summarize(prepared))

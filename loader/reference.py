@@ -1,0 +1,187 @@
+"""The naive reference: this rank's parameters sliced out of whole tensors with plain torch, to check the loader by.
+
+Owns nothing that the loader uses and uses nothing of it: no plan, no tables, no reading of headers. It opens the files
+with the safetensors library and knows, for each module by the last word of its name, how the engines cut and fuse it.
+One tensor at a time; speed is no aim. Where it has no rule it says so (:class:`NotCompared`) and never guesses. A new
+rule is one method and its line in ``RULES``. Used by ``weightcached verify --against-disk``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.errors import CheckpointError
+
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Those whose modules the rules below are true of, in layout ``fused``."""
+
+_VOCABULARY_MULTIPLE = 64
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class NotCompared(Exception):
+    """The reference has no rule for this parameter; the text says why."""
+
+
+class NotOnDisk(Exception):
+    """The parameter would need a tensor that no file has; the text names it."""
+
+
+class Reference:
+    """Of one checkpoint and one rank's config. A context manager: files are open meanwhile."""
+
+    def __init__(self, model_dir: Path, config: CacheConfig) -> None:
+        """Raises CheckpointError when the files cannot be opened."""
+        self._config = config
+        self._size, self._rank = config.parallel.tp_size, config.parallel.tp_rank
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        """Tensor name → the open file that has it."""
+        self.used: set[str] = set()
+        """Tensors that some parameter needed so far."""
+        try:
+            for path in _files(model_dir):
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._files.update(dict.fromkeys(file.keys(), file))
+        except (OSError, ValueError, SafetensorError) as error:
+            self._stack.close()
+            raise CheckpointError("the reference cannot open the checkpoint", found=error, where=model_dir) from error
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Every tensor of the files."""
+        return frozenset(self._files)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of that name, in memory of its own. Raises NotCompared or NotOnDisk."""
+        if self._config.layout == "hf":
+            return self._cast(self._tensor(name))
+        if self._config.layout != "fused" or self._config.architecture not in ARCHITECTURES:
+            raise NotCompared(f"no rules for {self._config.architecture} in layout {self._config.layout}")
+        module, _, kind = name.rpartition(".")
+        method = self._config.quantization.method
+        if method == "none":
+            return self._cast(self._plain(module, kind))
+        if method != "fp8":
+            raise NotCompared(f"no rules for quantization {method}")
+        if kind == "weight_scale":
+            return _fp8(self._plain(module, "weight"))[1]
+        if kind == "weight" and module.rpartition(".")[2] in self.LINEAR:
+            return _fp8(self._plain(module, "weight"))[0]
+        return self._cast(self._plain(module, kind))
+
+    def _plain(self, module: str, kind: str) -> torch.Tensor:
+        """Cut and fused, as the checkpoint stores the values."""
+        rule = self.RULES.get(module.rpartition(".")[2])
+        if rule is None or kind not in ("weight", "bias"):
+            raise NotCompared(f"no rule for {module.rpartition('.')[2]}.{kind}")
+        return rule(self, module, kind)
+
+    # The rules
+
+    def _whole(self, module: str, kind: str) -> torch.Tensor:
+        return self._tensor(f"{module}.{kind}")
+
+    def _heads(self, module: str, kind: str) -> torch.Tensor:
+        """Query, key and value heads of this rank; key and value heads repeat where there are more ranks than those."""
+        model, owner = self._config.model, module.rpartition(".")[0]
+        queries: int = model["num_attention_heads"]
+        keys: int = model.get("num_key_value_heads") or _DEFAULT_KEY_HEADS.get(self._config.architecture, queries)
+        parts = []
+        for projection, heads in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            tensor = self._tensor(f"{owner}.{projection}.{kind}")
+            by_head = tensor.reshape(heads, -1, *tensor.shape[1:])
+            by_head = by_head.repeat_interleave(max(1, self._size // heads), dim=0)
+            parts.append(self._share(by_head).flatten(0, 1))
+        return torch.cat(parts)
+
+    def _gate_and_up(self, module: str, kind: str) -> torch.Tensor:
+        owner = module.rpartition(".")[0]
+        return torch.cat([self._share(self._tensor(f"{owner}.{part}.{kind}")) for part in ("gate_proj", "up_proj")])
+
+    def _columns(self, module: str, kind: str) -> torch.Tensor:
+        """A bias is added once, by the engine: every rank has all of it."""
+        tensor = self._tensor(f"{module}.{kind}")
+        return self._share(tensor, dim=1) if kind == "weight" else tensor
+
+    def _vocabulary(self, module: str, kind: str) -> torch.Tensor:
+        tied = module == "lm_head" and self._config.model.get("tie_word_embeddings", False)
+        tensor = self._tensor(f"{'model.embed_tokens' if tied else module}.{kind}")
+        padding = -tensor.shape[0] % _VOCABULARY_MULTIPLE
+        return self._share(torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]))
+
+    RULES: ClassVar[dict[str, Callable[[Reference, str, str], torch.Tensor]]] = {
+        "qkv_proj": _heads,
+        "gate_up_proj": _gate_and_up,
+        "o_proj": _columns,
+        "down_proj": _columns,
+        "embed_tokens": _vocabulary,
+        "lm_head": _vocabulary,
+        "norm": _whole,
+        "q_norm": _whole,
+        "k_norm": _whole,
+        "input_layernorm": _whole,
+        "post_attention_layernorm": _whole,
+    }
+    """The last word of a module's name → how its parameters come about."""
+
+    LINEAR: ClassVar[frozenset[str]] = frozenset({"qkv_proj", "gate_up_proj", "o_proj", "down_proj"})
+    """Modules whose weights an online quantization takes."""
+
+    # What the rules are made of
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        file = self._files.get(name)
+        if file is None:
+            raise NotOnDisk(name)
+        self.used.add(name)
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def _share(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        if tensor.shape[dim] % self._size:
+            raise NotCompared(f"{self._size} ranks cannot share {tensor.shape[dim]} evenly")
+        return tensor.chunk(self._size, dim)[self._rank]
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._config.dtype
+        if dtype == "auto" or tensor.dtype not in _FLOATING:
+            return tensor
+        target: torch.dtype = getattr(torch, dtype)
+        return tensor.to(target)
+
+
+_DEFAULT_KEY_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+"""What Transformers takes where ``config.json`` does not say."""
+
+
+def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and one float32 scale for each output channel."""
+    wide = weight.float()
+    scale = (wide.abs().amax(dim=1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+    return (wide / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def _files(model_dir: Path) -> Iterator[Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        yield from (model_dir / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values())))
+    elif (model_dir / "model.safetensors").exists():
+        yield model_dir / "model.safetensors"
+    else:
+        yield from model_dir.glob("*.safetensors")
