@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from weightcached.loader.accounting import Accounting, account
 from weightcached.loader.architectures import ARCHITECTURES
-from weightcached.loader.architectures.rows import Indivisible, Part, Rank, Wanted
+from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
+from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
 from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8, TensorHeader
@@ -20,6 +21,9 @@ from weightcached.protocol.errors import MissingTensor, ShapeMismatch, Unsupport
 
 LAYERS_BELIEVED = 10_000
 """More layers than this are believed only where there are as many tensors."""
+
+OTHER_EXPERTS = "an expert of another expert-parallel rank"
+OTHER_STAGE = "of another pipeline stage"
 
 
 def fused_parameters(
@@ -32,8 +36,16 @@ def fused_parameters(
     architecture = _architecture(config)
     model = architecture.shape_of(config.model)
     _require_possible_depth(architecture, model, tensors)
-    wanted = _wanted(architecture, model, config)
-    accounting = _account(architecture, model, wanted, tensors)
+    rank = Rank.of(config.parallel)
+    if rank.expert_ranks > 1 and "experts" not in architecture.sizes:
+        raise UnsupportedModel(
+            f"{config.architecture} has no experts to share",
+            expected="ep size 1",
+            found=f"ep size {rank.expert_ranks}",
+            next_step="leave out the options of expert parallelism",
+        )
+    wanted = _wanted(architecture, model, rank, config)
+    accounting = _account(architecture, model, rank, wanted, tensors)
     parameters: dict[str, PlannedParameter] = {}
     for one in wanted:
         _plan_one(one, tensors, config, parameters)
@@ -67,26 +79,33 @@ def _require_possible_depth(architecture: Architecture, model: ModelShape, tenso
             )
 
 
-def _wanted(architecture: Architecture, model: ModelShape, config: CacheConfig) -> list[Wanted]:
-    rank = Rank(config.parallel.tp_size, config.parallel.tp_rank)
+def _wanted(architecture: Architecture, model: ModelShape, rank: Rank, config: CacheConfig) -> list[Wanted]:
     try:
         return list(architecture.wanted(model, rank))
     except Indivisible as fault:
-        sizes = ", ".join(map(str, architecture.possible_sizes(model)))
+        sizes = ", ".join(map(str, architecture.possible_sizes(model, rank)))
         raise UnsupportedModel(
             f"{config.architecture}: {rank.size} ranks cannot share {fault.what} evenly",
             expected=f"TP size {sizes}",
             found=f"TP size {rank.size}",
             next_step=f"use one of the TP sizes {sizes}",
         ) from None
+    except TooMany as fault:
+        raise UnsupportedModel(
+            f"{config.architecture}: there are more {fault.kind} ranks than {fault.what} to share",
+            expected=f"{fault.kind} size 1 to {fault.most}",
+            found=f"{fault.kind} size {getattr(config.parallel, f'{fault.kind}_size')}",
+        ) from None
 
 
 def _account(
-    architecture: Architecture, model: ModelShape, wanted: list[Wanted], tensors: Mapping[str, TensorHeader]
+    architecture: Architecture, model: ModelShape, rank: Rank, wanted: list[Wanted], tensors: Mapping[str, TensorHeader]
 ) -> Accounting:
     expected = {part.source for one in wanted for part in one.parts}
-    excuses = architecture.excuses(tensors.keys() - expected, model)
-    accounting = account(expected=expected, present=tensors, ignored=excuses)
+    ignored = {name: OTHER_EXPERTS for one in wanted for name in one.elsewhere}
+    ignored |= dict.fromkeys(architecture.other_stages(model, rank), OTHER_STAGE)
+    ignored |= architecture.excuses(tensors.keys() - expected - ignored.keys(), model)
+    accounting = account(expected=expected, present=tensors, ignored=ignored)
     if not accounting.balanced:
         accounting.require_balance(where=_files(accounting, tensors), hint=_layer_hint(architecture, model, tensors))
     return accounting
@@ -137,10 +156,10 @@ def _plan_one(
             name, shape, "float8_e4m3fn", source, copies, (), QuantizeFp8(scale), part_kind=part_kind
         )
         parameters[scale] = PlannedParameter(
-            scale, (shape[0], 1), "float32", None, (), produced_by=name, part_kind=part_kind
+            scale, (*shape[:-1], 1), "float32", None, (), produced_by=name, part_kind=part_kind
         )
         return
-    dtype = source if config.dtype == "auto" else config.dtype
+    dtype = wanted.dtype or (source if config.dtype == "auto" else config.dtype)
     cast = Cast(dtype) if copies and dtype != source else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind

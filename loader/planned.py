@@ -12,8 +12,8 @@ from weightcached.loader.accounting import Accounting
 from weightcached.loader.boxes import Box, Shape
 from weightcached.protocol.config import CacheConfig
 
-PartKind = Literal["column", "row", "vocabulary", "replicated"]
-"""How ranks share a parameter: rows each, columns each, vocabulary rows each, or a full copy each."""
+PartKind = Literal["column", "row", "vocabulary", "replicated", "experts"]
+"""How ranks share a parameter: rows, columns or vocabulary rows each, a full copy each, or whole experts each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class Copy:
     tensor: TensorHeader
     source: Box
     destination: Box
+    transposed: bool = False
+    """The last two axes of ``source`` are swapped first: the tensor holds ``[in, out]``, the parameter ``[out, in]``.
+    Both boxes then have these axes, whatever their lengths."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,7 @@ def _written(parameter: PlannedParameter) -> tuple[Box, ...]:
 def _copy_fault(copy: Copy, parameter: PlannedParameter) -> str | None:
     if not is_inside(copy.source, copy.tensor.shape):
         return f"{copy.source} is not inside {copy.tensor.name} of shape {copy.tensor.shape}"
-    same = copy.source.shape == copy.destination.shape
-    if not (same or _squeezed(copy.source.shape) == _squeezed(copy.destination.shape)):
+    if not _fits(copy):
         return f"{copy.source} of {copy.tensor.name} does not fit {copy.destination}"
     if not copy.source.volume:
         return f"the copy from {copy.tensor.name} is empty"
@@ -98,9 +97,19 @@ def _scale_fault(parameter: PlannedParameter, weight: PlannedParameter | None) -
         return "a scale that quantization produces is written by itself"
     if weight is None or weight.transform != QuantizeFp8(parameter.name):
         return f"{parameter.produced_by} does not produce it"
-    if (parameter.shape, parameter.dtype) != ((weight.shape[0], 1), "float32"):
-        return "it is not float32 [out, 1]"
+    if (parameter.shape, parameter.dtype) != ((*weight.shape[:-1], 1), "float32"):
+        return "it is not float32 with one element for each row"
     return None
+
+
+def _fits(copy: Copy) -> bool:
+    """Whether the boxes have equal shapes: the matrices exactly where they are transposed, else but for axes of one."""
+    source, destination = copy.source.shape, copy.destination.shape
+    if copy.transposed:
+        if min(len(source), len(destination)) < 2 or copy.source.swapped.shape[-2:] != destination[-2:]:
+            return False
+        source, destination = source[:-2], destination[:-2]
+    return source == destination or _squeezed(source) == _squeezed(destination)
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
@@ -24,6 +25,9 @@ _Item = TypeVar("_Item")
 class Read(NamedTuple):
     """``ranges`` times ``length`` bytes: from ``offset`` in the tensor's file, ``pitch`` bytes from one to the next, to
     ``target`` in the slab's buffer, ``target_pitch`` bytes from one to the next.
+
+    With ``column_itemsize`` the ranges stand side by side instead, as columns of elements of so many bytes: element
+    ``j`` of range ``i`` goes to ``target + j * target_pitch + i * column_itemsize``.
     """
 
     tensor: TensorHeader
@@ -34,11 +38,17 @@ class Read(NamedTuple):
     target_pitch: int
     length: int
     ranges: int
+    column_itemsize: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that land in the buffer."""
         return self.length * self.ranges
+
+    def band(self, first: int, count: int) -> Read:
+        """Ranges ``first .. first + count`` alone, one after the other from the start of a buffer."""
+        offset = self.offset + first * self.pitch
+        return Read(self.tensor, offset, self.pitch, 0, self.length, self.length, count)
 
     @property
     def span_nbytes(self) -> int:
@@ -67,7 +77,8 @@ class Slab(NamedTuple):
 def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Iterator[Slab]:
     """The parameter's slabs, in order; none for an alias, a produced scale, or a parameter without elements.
 
-    A slab is larger than ``slab_nbytes`` only where it must be: a quantized parameter is never cut within a row.
+    A slab is larger than ``slab_nbytes`` only where it must be: a quantized parameter is never cut within a row, and a
+    matrix that is transposed not at all, since each piece of it has some bytes of every row of the file's.
     """
     if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(parameter.shape):
         return iter(())
@@ -75,7 +86,7 @@ def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Ite
     most = max(1, slab_nbytes // itemsize)
     boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
     unbroken = all(is_contiguous(box, parameter.shape) for box in boxes) and all(
-        is_contiguous(copy.source, copy.tensor.shape) for copy in parameter.copies
+        is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies
     )
     return _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
 
@@ -115,8 +126,7 @@ def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Sl
     copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
     zeros = _Sweep([(*_reach(box, parameter.shape), box) for box in parameter.zeros])
     first = 0
-    keep_rows = isinstance(parameter.transform, QuantizeFp8)
-    for number, slab in enumerate(_cut(parameter.shape, most, keep_rows=keep_rows)):
+    for number, slab in enumerate(_cut(parameter.shape, most, _uncut_axes(parameter))):
         count = slab.volume
         reads: list[Read] = []
         for _, _, copy in copies.over(first, count):
@@ -132,10 +142,20 @@ def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Sl
         first += count
 
 
-def _cut(shape: Shape, most: int, *, keep_rows: bool) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements (or one row), each contiguous, that are the whole tensor in C order."""
+def _uncut_axes(parameter: PlannedParameter) -> int:
+    """How many of the last axes lie whole in each slab."""
+    if any(copy.transposed for copy in parameter.copies):
+        return 2
+    return 1 if isinstance(parameter.transform, QuantizeFp8) else 0
+
+
+def _cut(shape: Shape, most: int, uncut_axes: int) -> Iterator[Box]:
+    """Boxes of at most ``most`` elements (or the uncut axes), contiguous each, that are the whole tensor in C order."""
+    if len(shape) <= uncut_axes:
+        yield whole(shape)
+        return
     axis, inner = 0, math.prod(shape[1:])
-    while inner > most and axis < len(shape) - (2 if keep_rows else 1):
+    while inner > most and axis < len(shape) - uncut_axes - 1:
         axis += 1
         inner //= shape[axis]
     step = max(1, most // inner)
@@ -189,6 +209,9 @@ def _within(part: Box, slab: Box, itemsize: int) -> Iterator[Pieces]:
 
 def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
     """The reads that bring ``part`` of the copy's destination into the slab's buffer."""
+    if copy.transposed:
+        yield from _transposed_reads(copy, part, slab, itemsize)
+        return
     tensor = copy.tensor
     sources = pieces(_source_of(copy, part), tensor.shape, itemsize)
     for source, target in _paired(sources, _within(part, slab, itemsize)):
@@ -203,8 +226,37 @@ def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
         )
 
 
+def _transposed_reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
+    """The same where matrices are transposed, of which ``part`` has whole ones: a read for each."""
+    tensor = copy.tensor
+    within = Box(tuple(a - b for a, b in zip(part.start, slab.start, strict=True)), part.shape)
+    columns, rows = part.shape[-2:]
+    matrices = zip(_corners(_source_of(copy, part), tensor.shape), _corners(within, slab.shape), strict=True)
+    for source, target in matrices:
+        yield Read(
+            tensor,
+            tensor.offset + source * itemsize,
+            tensor.shape[-1] * itemsize,
+            target * itemsize,
+            slab.shape[-1] * itemsize,
+            columns * itemsize,
+            rows,
+            itemsize,
+        )
+
+
+def _corners(box: Box, shape: Shape) -> Iterator[int]:
+    """The first element of each of the box's matrices (its last two axes), in C order."""
+    for group in pieces(Box(box.start, (*box.shape[:-2], 1, 1)), shape, 1):
+        for number in range(group.count):
+            first = group.offset + number * group.pitch
+            yield from range(first, first + group.length)
+
+
 def _source_of(copy: Copy, part: Box) -> Box:
     """The box of the tensor that becomes ``part``. Axes of length one may stand on one side only."""
+    if copy.transposed:
+        return _source_of(replace(copy, source=copy.source.swapped, transposed=False), part).swapped
     offsets = [start - begin for start, begin in zip(part.start, copy.destination.start, strict=True)]
     long = iter(
         [

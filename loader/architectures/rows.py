@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from weightcached.loader.architectures.ranks import Indivisible, Rank
 from weightcached.loader.architectures.shape import ModelShape, Size
 from weightcached.loader.boxes import Box, Shape, whole
 from weightcached.loader.planned import PartKind
@@ -20,28 +21,6 @@ VOCABULARY_MULTIPLE = 64
 
 Switch = str | bool
 """Whether a bias exists: always, never, or as a boolean of ``config.json`` says."""
-
-
-class Indivisible(Exception):
-    """T ranks cannot share ``what`` evenly. The planner's error for it says which T would do."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """Rank ``index`` of ``size`` tensor-parallel ranks."""
-
-    size: int
-    index: int
-
-    def share(self, number: int, what: str) -> int:
-        """``number / T``. Raises Indivisible when it is not whole; ``what`` says what is shared, with its number."""
-        if number % self.size:
-            raise Indivisible(what)
-        return number // self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +45,15 @@ class Wanted:
     linear: bool = False
     """A weight ``[out, in]`` of a linear layer, which an online quantizer may take."""
     alias_of: str | None = None
+    dtype: str | None = None
+    """The dtype it always has, whatever is asked for."""
+    elsewhere: tuple[str, ...] = ()
+    """Checkpoint tensors of its kind that only other expert-parallel ranks load."""
+
+    def sources(self) -> Iterator[str]:
+        """Every checkpoint tensor that some rank makes its like from."""
+        yield from (part.source for part in self.parts)
+        yield from self.elsewhere
 
 
 class Row(Protocol):
@@ -81,11 +69,30 @@ class Replicated:
     """The same tensor on every rank: norms, and whatever is too small to cut."""
 
     name: str
-    sizes: tuple[Size, ...]
+    sizes: tuple[Size | int, ...]
+    source: str | None = None
+    """The checkpoint's name for it, where that is another."""
+    dtype: str | None = None
+    """The dtype it always has, whatever is asked for."""
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
-        shape = tuple(map(model.size, self.sizes))
-        yield Wanted(self.name, shape, "replicated", (Part(self.name, shape, whole(shape), whole(shape)),))
+        shape = tuple(size if isinstance(size, int) else model.size(size) for size in self.sizes)
+        part = Part(self.source or self.name, shape, whole(shape), whole(shape))
+        yield Wanted(self.name, shape, "replicated", (part,), dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PerHead:
+    """A vector with one element for each query head, cut like the heads."""
+
+    name: str
+    source: str
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        heads = model.size("heads")
+        kept = rank.share(heads, f"{heads} query heads")
+        part = Part(self.source, (heads,), Box((rank.index * kept,), (kept,)), whole((kept,)))
+        yield Wanted(self.name, (kept,), "column", (part,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +111,8 @@ class Column:
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         total = model.size(self.outputs)
         share = rank.share(total, f"{self.outputs} size {total}")
-        ranges = [_RowRange(part, total, rank.index * share, share) for part in self.parts]
-        yield from _stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+        ranges = [RowRange(part, total, rank.index * share, share) for part in self.parts]
+        yield from stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +123,17 @@ class RowParallel:
     outputs: Size
     inputs: Size
     bias: Switch = False
+    source: str | None = None
+    """The checkpoint's name for it, where that is another."""
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
-        outputs, inputs = model.size(self.outputs), model.size(self.inputs)
+        source, outputs, inputs = self.source or self.name, model.size(self.outputs), model.size(self.inputs)
         share = rank.share(inputs, f"{self.inputs} size {inputs}")
         kept, local = Box((0, rank.index * share), (outputs, share)), (outputs, share)
-        part = Part(f"{self.name}.weight", (outputs, inputs), kept, whole(local))
+        part = Part(f"{source}.weight", (outputs, inputs), kept, whole(local))
         yield Wanted(f"{self.name}.weight", local, "row", (part,), linear=True)
         if _is_on(self.bias, model):
-            full = Part(f"{self.name}.bias", (outputs,), whole((outputs,)), whole((outputs,)))
+            full = Part(f"{source}.bias", (outputs,), whole((outputs,)), whole((outputs,)))
             yield Wanted(f"{self.name}.bias", (outputs,), "replicated", (full,))
 
 
@@ -145,11 +154,11 @@ class Qkv:
         first_kv_head, kept_kv_heads = _kv_heads(kv_heads, rank)
         kv = (kv_heads * head, first_kv_head * head, kept_kv_heads * head)
         ranges = [
-            _RowRange(self.query, heads * head, rank.index * query_rows, query_rows),
-            _RowRange(self.key, *kv),
-            _RowRange(self.value, *kv),
+            RowRange(self.query, heads * head, rank.index * query_rows, query_rows),
+            RowRange(self.key, *kv),
+            RowRange(self.value, *kv),
         ]
-        yield from _stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+        yield from stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,41 +170,30 @@ class Vocabulary:
 
     name: str
     tied_to: str | None = None
+    source: str | None = None
+    """The checkpoint's name for it, where that is another."""
+
+    def is_tied(self, model: ModelShape) -> bool:
+        return self.tied_to is not None and model.switch("tie_word_embeddings")
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         vocabulary, hidden = model.size("vocabulary"), model.size("hidden")
         padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         rows = rank.share(padded, f"a vocabulary of {vocabulary}, padded to {padded},")
         name, shape = f"{self.name}.weight", (rows, hidden)
-        if self.tied_to is not None and model.switch("tie_word_embeddings"):
+        if self.is_tied(model):
             yield Wanted(name, shape, "vocabulary", alias_of=f"{self.tied_to}.weight")
             return
         start = min(rank.index * rows, vocabulary)
         kept = min(start + rows, vocabulary) - start
-        part = Part(name, (vocabulary, hidden), Box((start, 0), (kept, hidden)), Box((0, 0), (kept, hidden)))
+        source = f"{self.source or self.name}.weight"
+        part = Part(source, (vocabulary, hidden), Box((start, 0), (kept, hidden)), Box((0, 0), (kept, hidden)))
         padding = Box((kept, 0), (rows - kept, hidden))
         yield Wanted(name, shape, "vocabulary", (part,), (padding,) if padding.volume else ())
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows that stand once for each of ``count`` layers, their names under ``prefix.<index>.``."""
-
-    prefix: str
-    count: Size
-    rows: tuple[Row, ...]
-
-    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
-        # The arithmetic is the same for every layer: done once, its boxes shared.
-        templates = [wanted for row in self.rows for wanted in row.wanted(model, rank)]
-        for index in range(model.size(self.count)):
-            under = f"{self.prefix}.{index}."
-            for template in templates:
-                yield _renamed(template, under)
-
-
-@dataclass(frozen=True, slots=True)
-class _RowRange:
+class RowRange:
     """Rows ``start .. start + count`` of the ``total`` rows of the layer ``source``."""
 
     source: str
@@ -204,7 +202,9 @@ class _RowRange:
     count: int
 
 
-def _stacked(name: str, ranges: Iterable[_RowRange], inputs: int, *, bias: bool) -> Iterator[Wanted]:
+def stacked(
+    name: str, ranges: Iterable[RowRange], inputs: int, *, bias: bool = False, part_kind: PartKind = "column"
+) -> Iterator[Wanted]:
     """The linear layer whose rows are the ranges, one below the other, and its bias."""
     weights, biases, filled = [], [], 0
     for rows in ranges:
@@ -220,9 +220,9 @@ def _stacked(name: str, ranges: Iterable[_RowRange], inputs: int, *, bias: bool)
             Part(f"{rows.source}.bias", (rows.total,), Box((rows.start,), (rows.count,)), Box((filled,), (rows.count,)))
         )
         filled += rows.count
-    yield Wanted(f"{name}.weight", (filled, inputs), "column", tuple(weights), linear=True)
+    yield Wanted(f"{name}.weight", (filled, inputs), part_kind, tuple(weights), linear=True)
     if bias:
-        yield Wanted(f"{name}.bias", (filled,), "column", tuple(biases))
+        yield Wanted(f"{name}.bias", (filled,), part_kind, tuple(biases))
 
 
 def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:
@@ -233,12 +233,6 @@ def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:
     if rank.size % kv_heads:
         raise Indivisible(f"{kv_heads} key/value heads")
     return rank.index // (rank.size // kv_heads), 1
-
-
-def _renamed(wanted: Wanted, under: str) -> Wanted:
-    parts = tuple(Part(under + part.source, part.shape, part.box, part.destination) for part in wanted.parts)
-    alias = None if wanted.alias_of is None else under + wanted.alias_of
-    return Wanted(under + wanted.name, wanted.shape, wanted.part_kind, parts, wanted.zeros, wanted.linear, alias)
 
 
 def _is_on(switch: Switch, model: ModelShape) -> bool:

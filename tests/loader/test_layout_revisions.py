@@ -60,7 +60,10 @@ def describe(placed: Placed) -> list:
     parameter = placed.parameter
     return [
         [placed.offset, placed.nbytes, parameter.name, parameter.shape, parameter.dtype, parameter.source_dtype],
-        [[copy.tensor.name, box(copy.source), box(copy.destination)] for copy in parameter.copies],
+        [
+            [copy.tensor.name, box(copy.source), box(copy.destination), *(["transposed"] if copy.transposed else [])]
+            for copy in parameter.copies
+        ],
         [box(zeros) for zeros in parameter.zeros],
         transform(parameter),
         [parameter.alias_of, parameter.produced_by, parameter.kind, parameter.persistent],

@@ -32,7 +32,7 @@ LINEAR = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.dow
 
 
 def test_the_families_with_a_table():
-    assert sorted(ARCHITECTURES) == sorted(FAMILIES)
+    assert set(ARCHITECTURES) >= set(FAMILIES)
 
 
 def test_order_and_kinds_of_a_rank_s_parameters():

@@ -67,6 +67,8 @@ TAMPERED = {
         lambda p: copy_of(p, 0, source=Box((0, 0), (24, 32))),
         "does not fit",
     ),
+    "a matrix transposed that is not": (DOWN, lambda p: copy_of(p, 0, transposed=True), "does not fit"),
+    "a row transposed that is none": (NORM, lambda p: copy_of(p, 0, transposed=True), "does not fit"),
     "an empty copy": (
         NORM,
         lambda p: {"copies": (*p.copies, Copy(p.copies[0].tensor, Box((0,), (0,)), Box((0,), (0,))))},
@@ -119,3 +121,22 @@ def test_boxes_may_differ_in_axes_of_length_one(whole):
     prove([stacked])
     with pytest.raises(PlanError, match="elements are written"):
         prove([dataclasses.replace(stacked, copies=stacked.copies[:1])])
+
+
+def test_matrices_may_be_transposed_alone_or_in_a_stack(whole):
+    tensor = headers({"stack": (2, 4, 6)})["stack"]
+    copies = tuple(Copy(tensor, Box((i, 0, 0), (1, 4, 6)), Box((i, 0, 0), (1, 6, 4)), transposed=True) for i in (0, 1))
+    stacked = dataclasses.replace(whole[NORM], shape=(2, 6, 4), copies=copies)
+    prove([stacked])
+    prove(
+        [
+            dataclasses.replace(
+                stacked, copies=(Copy(tensor, Box((0, 0, 0), (2, 4, 6)), Box((0, 0, 0), (2, 6, 4)), True),)
+            )
+        ]
+    )
+    turned = dataclasses.replace(
+        stacked, shape=(2, 4, 6), copies=tuple(dataclasses.replace(c, transposed=False) for c in copies)
+    )
+    with pytest.raises(PlanError, match="does not fit"):
+        prove([turned])

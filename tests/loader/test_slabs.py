@@ -1,6 +1,7 @@
 """Slabs: whatever the boxes, each byte of a parameter is filled once and from the right place."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,51 +10,25 @@ from hypothesis import strategies as st
 
 from tests.support import naive
 from tests.support.checkpoints import tiny_config
+from tests.support.partitions import header, partitioned
 from tests.support.plans import cache_config
 from weightcached.loader.accounting import account
 from weightcached.loader.boxes import Box, whole
-from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, QuantizeFp8
 from weightcached.loader.reading import requests, spans
-from weightcached.loader.slabs import SLAB_NBYTES, reads_of, slabs
+from weightcached.loader.slabs import SLAB_NBYTES, Read, reads_of, slabs
 
 
-def header(name: str, shape: tuple[int, ...], dtype: str = "int16", offset: int = 64) -> TensorHeader:
-    return TensorHeader(name, dtype, shape, "f", offset, math.prod(shape) * np.dtype(dtype).itemsize)
-
-
-@st.composite
-def partitioned(draw):
-    """(parameter, tensors): a parameter cut at random into boxes, each padding or a box of some larger tensor."""
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=4)))
-    boxes = [whole(shape)]
-    for _ in range(draw(st.integers(0, 5))):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
-        if not axes:
-            boxes.append(box)
+def moves(read: Read) -> Iterator[tuple[int, int, int]]:
+    """(from in the tensor, to in the buffer, bytes) of what the read says: by element where it makes columns."""
+    for i in range(read.ranges):
+        source = read.offset - read.tensor.offset + i * read.pitch
+        if read.column_itemsize is None:
+            yield source, read.target + i * read.target_pitch, read.length
             continue
-        axis = draw(st.sampled_from(axes))
-        at = draw(st.integers(1, box.shape[axis] - 1))
-        low, high = list(box.shape), list(box.shape)
-        low[axis], high[axis] = at, box.shape[axis] - at
-        start = list(box.start)
-        start[axis] += at
-        boxes += [Box(box.start, tuple(low)), Box(tuple(start), tuple(high))]
-    copies, zeros, tensors = [], [], {}
-    for number, box in enumerate(boxes):
-        if draw(st.integers(0, 4)) == 0:
-            zeros.append(box)
-            continue
-        extents = [extent for extent in box.shape if extent > 1 or draw(st.booleans())]  # axes of one may be missing
-        start = [draw(st.integers(0, 2)) for _ in extents]
-        outer = [a + n + draw(st.integers(0, 2)) for a, n in zip(start, extents, strict=True)]
-        name = f"t{number}"
-        values = np.arange(1, math.prod(outer) + 1, dtype=np.int16).reshape(outer) + 1000 * number
-        tensors[name] = values
-        copies.append(Copy(header(name, tuple(outer)), Box(tuple(start), tuple(extents)), box))
-    dtype = "int16"
-    parameter = PlannedParameter("p", shape, dtype, dtype if copies else None, tuple(copies), tuple(zeros))
-    return parameter, tensors
+        for j in range(read.length // read.column_itemsize):
+            at = j * read.column_itemsize
+            yield source + at, read.target + j * read.target_pitch + i * read.column_itemsize, read.column_itemsize
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,17 +42,17 @@ def test_any_partition_is_filled_as_numpy_would(case, slab_nbytes):
     next_element = 0
     for number, slab in enumerate(slabs(parameter, slab_nbytes=slab_nbytes)):
         assert (slab.number, slab.first, slab.source_nbytes) == (number, next_element, slab.elements * 2)
-        assert slab.source_nbytes <= max(slab_nbytes, 2)
+        transposed = any(copy.transposed for copy in parameter.copies)
+        assert slab.source_nbytes <= max(slab_nbytes, 2 * math.prod(parameter.shape[-2:]) if transposed else 2)
         next_element += slab.elements
         buffer = bytearray(slab.source_nbytes)
         written = np.zeros(slab.source_nbytes, np.uint8)
         for read in slab.reads:
             data = tensors[read.tensor.name].tobytes()
-            for n in range(read.ranges):
-                source, target = read.offset - read.tensor.offset + n * read.pitch, read.target + n * read.target_pitch
-                assert 0 <= source <= len(data) - read.length
-                buffer[target : target + read.length] = data[source : source + read.length]
-                written[target : target + read.length] += 1
+            for source, target, nbytes in moves(read):
+                assert 0 <= source <= len(data) - nbytes
+                buffer[target : target + nbytes] = data[source : source + nbytes]
+                written[target : target + nbytes] += 1
         for zeros in slab.zeros:
             for n in range(zeros.count):
                 at = zeros.offset + n * zeros.pitch
@@ -119,6 +94,15 @@ def test_a_row_is_never_cut_when_it_will_be_quantized(strided):
     columns = box.shape[1]
     assert [slab.elements for slab in slabs(parameter, slab_nbytes=columns * 2 * 2)] == [columns * 2] * 2 + [columns]
     assert [slab.elements for slab in slabs(parameter, slab_nbytes=7)] == [columns] * 5
+
+
+def test_a_transposed_matrix_is_never_cut_but_a_stack_of_them_is():
+    """Each piece of it would take some bytes of every row, and so read the whole file's matrix again."""
+    tensor = header("t", (5, 30, 20))
+    copy = Copy(tensor, whole(tensor.shape), whole((5, 20, 30)), transposed=True)
+    parameter = PlannedParameter("p", (5, 20, 30), "int16", "int16", (copy,))
+    assert [slab.elements for slab in slabs(parameter, slab_nbytes=7)] == [600] * 5
+    assert [slab.elements for slab in slabs(parameter, slab_nbytes=2500)] == [1200, 1200, 600]
 
 
 def test_aliases_scales_and_empty_parameters_have_no_slabs():

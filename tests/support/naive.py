@@ -56,6 +56,8 @@ def _parameter(parameter: PlannedParameter, source: Path | Mapping[str, np.ndarr
     values = np.full(parameter.shape, _poison(source_dtype), numpy_dtype(source_dtype))
     for copy in parameter.copies:
         taken = _tensor(copy.tensor, source)[slices(copy.source)]
+        if copy.transposed:
+            taken = taken.swapaxes(-1, -2)
         values[slices(copy.destination)] = taken.reshape(copy.destination.shape)
     for box in parameter.zeros:
         values[slices(box)] = 0
