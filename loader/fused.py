@@ -145,7 +145,7 @@ def _plan_one(
     source = _common_dtype(wanted, headers)
     copies = tuple(
         [
-            Copy(header, part.box, part.destination)
+            Copy(header, part.box, part.destination, part.transposed)
             for header, part in zip(headers, wanted.parts, strict=True)
             if 0 not in part.box.shape
         ]

@@ -289,12 +289,19 @@ def build_config(
     layout: str,
     tp_size: int,
     tp_rank: int,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    dp_size: int = 1,
+    dp_rank: int = 0,
+    expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
+    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
     if layout not in LAYOUT_REVISIONS:
@@ -304,7 +311,17 @@ def build_config(
             architecture=_architecture(model, model_dir / "config.json"),
             layout=layout,
             layout_revision=LAYOUT_REVISIONS[layout],
-            parallel=Parallel(tp_size=tp_size, tp_rank=tp_rank),
+            parallel=Parallel(
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                pp_size=pp_size,
+                pp_rank=pp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                dp_size=dp_size,
+                dp_rank=dp_rank,
+                expert_placement=expert_placement,  # type: ignore[arg-type]  # validated by the model
+            ),
             model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
             dtype=dtype,  # type: ignore[arg-type]  # validated by the model
             quantization=Quantization.named(quantization),

@@ -4,7 +4,7 @@ are shared by all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.architectures.blocks import Where
@@ -12,7 +12,7 @@ from weightcached.loader.architectures.experts import Experts, after_the_dense, 
 from weightcached.loader.architectures.llama import ROTARY, TIED_HEAD, decoder, gated_mlp
 from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.architectures.rows import Part, Replicated, RowRange, Wanted, stacked
-from weightcached.loader.architectures.shape import ModelShape, named, product
+from weightcached.loader.architectures.shape import ModelShape, Size, SizeRule, named, product
 from weightcached.loader.architectures.table import Architecture, DraftLayers
 from weightcached.loader.boxes import Box, whole
 
@@ -72,7 +72,7 @@ def _shares_experts(model: ModelShape, _: int) -> bool:
 def _corrects_scores(model: ModelShape, _: int) -> bool:
     """As vLLM decides it; Transformers has no such key, and the correction always in V3."""
     assumed = "noaux_tc" if model.config.get("model_type") == "deepseek_v3" else None
-    return model.config.get("topk_method", assumed) == "noaux_tc"
+    return bool(model.config.get("topk_method", assumed) == "noaux_tc")
 
 
 ROWS = decoder(
@@ -93,7 +93,7 @@ ROWS = decoder(
         Where(without(after_the_dense), gated_mlp("mlp")),
     ),
 )
-SIZES = {
+SIZES: Mapping[Size, SizeRule] = {
     "experts": named("n_routed_experts"),
     "expert_intermediate": named("moe_intermediate_size"),
     "shared_intermediate": product("n_shared_experts", "moe_intermediate_size"),

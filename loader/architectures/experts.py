@@ -14,7 +14,7 @@ from weightcached.loader.architectures.blocks import LayerRule
 from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
-from weightcached.loader.boxes import Box
+from weightcached.loader.boxes import Box, Shape
 from weightcached.loader.planned import PartKind
 from weightcached.protocol.errors import ModelConfigError
 from weightcached.protocol.text import shown
@@ -59,6 +59,57 @@ class Experts:
             linear=True,
             elsewhere=tuple(f"{at}.{self.down}.weight" for at in others),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Gated experts that are stacked on disk already, ``[experts, in, out]``, with biases: GPT-OSS.
+
+    Gate and up are interleaved, a gate at each even place of ``out``; so they stay, and a rank has both of each pair.
+    The bias of ``w2`` is there once: where ranks share experts, all but the first have zeros.
+    """
+
+    name: str
+    source: str
+
+    def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        count, hidden, inner = model.size("experts"), model.size("hidden"), model.size("expert_intermediate")
+        here, share, start = rank.experts(count), *_inner_share(inner, rank)
+
+        def parts(source: str, shape: Shape, begin: Shape, extents: Shape) -> tuple[Part, ...]:
+            """The box of each local expert, transposed where it is a matrix."""
+            is_matrix = len(extents) == 2
+            kept = extents[::-1]
+            return tuple(
+                Part(
+                    f"{self.source}.{source}",
+                    (count, *shape),
+                    Box((expert, *begin), (experts, *extents)),
+                    Box((local, *(0 for _ in kept)), (experts, *kept)),
+                    transposed=is_matrix,
+                )
+                for expert, local, experts in _runs(here)
+            )
+
+        w13 = parts("gate_up_proj", (hidden, 2 * inner), (0, 2 * start), (hidden, 2 * share))
+        w2 = parts("down_proj", (inner, hidden), (start, 0), (share, hidden))
+        w13_bias = parts("gate_up_proj_bias", (2 * inner,), (2 * start,), (2 * share,))
+        has_bias = start == 0
+        w2_bias = parts("down_proj_bias", (hidden,), (0,), (hidden if has_bias else 0,))
+        blank = () if has_bias else (Box((0, 0), (len(here), hidden)),)
+        column, row = _kind("column", rank), _kind("row", rank)
+        yield Wanted(f"{self.name}.w13_weight", (len(here), 2 * share, hidden), column, w13, linear=True)
+        yield Wanted(f"{self.name}.w13_bias", (len(here), 2 * share), column, w13_bias)
+        yield Wanted(f"{self.name}.w2_weight", (len(here), hidden, share), row, w2, linear=True)
+        yield Wanted(f"{self.name}.w2_bias", (len(here), hidden), _kind("replicated", rank), w2_bias, blank)
+
+
+def _runs(experts: range) -> Iterator[tuple[int, int, int]]:
+    """(first expert, its local index, how many) of each run of experts that follow each other."""
+    if experts.step == 1:
+        yield experts.start, 0, len(experts)
+    else:
+        yield from ((expert, local, 1) for local, expert in enumerate(experts))
 
 
 def _inner_share(inner: int, rank: Rank) -> tuple[int, int]:

@@ -4,11 +4,13 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from weightcached.loader.architectures.blocks import Where
 from weightcached.loader.architectures.experts import Experts, every_nth, without
 from weightcached.loader.architectures.llama import ROTARY, TIED_HEAD, attention, decoder, gated_mlp
 from weightcached.loader.architectures.rows import Replicated
-from weightcached.loader.architectures.shape import ModelShape, named
+from weightcached.loader.architectures.shape import ModelShape, Size, SizeRule, named
 from weightcached.loader.architectures.table import Architecture
 
 QWEN2_ATTENTION = attention(qkv_bias=True)
@@ -19,7 +21,10 @@ EXPERTS = (
     Replicated("mlp.gate.weight", ("experts", "hidden")),
     Experts("mlp.experts.routed_experts", source="mlp.experts"),
 )
-SIZES = {"experts": named("num_experts", "num_local_experts"), "expert_intermediate": named("moe_intermediate_size")}
+SIZES: Mapping[Size, SizeRule] = {
+    "experts": named("num_experts", "num_local_experts"),
+    "expert_intermediate": named("moe_intermediate_size"),
+}
 
 
 def _shares_an_expert(model: ModelShape, _: int) -> bool:

@@ -31,6 +31,8 @@ class Part:
     shape: Shape
     box: Box
     destination: Box
+    transposed: bool = False
+    """The last two axes of the box are swapped first."""
 
 
 @dataclass(frozen=True, slots=True)
