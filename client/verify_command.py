@@ -27,7 +27,7 @@ from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
-from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, ranks_of, shard_keywords
+from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, shards_of
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
 EQUAL_EXIT, DIFFERS_EXIT, NOT_COMPARED_EXIT, NOTHING_EXIT = range(4)
@@ -89,15 +89,16 @@ def exit_code(verified: Sequence[Verified]) -> int:
 
 def verify(given: argparse.Namespace) -> list[Verified]:
     """Every rank that is meant. Raises InvalidOption, the errors of an attach, or an error of the checkpoint."""
+    shards = shards_of(given)
     model_dir = resolve(given.model)
-    return [_verified(model_dir, given, rank) for rank in ranks_of(given)]
+    return [_verified(model_dir, given, shard) for shard in shards]
 
 
-def _verified(model_dir: Path, given: argparse.Namespace, rank: int) -> Verified:
-    keywords, allowed = shard_keywords(given, rank), allow_list(given)
+def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any]) -> Verified:
+    allowed = allow_list(given)
     with attach(
         model_dir,
-        **keywords,
+        **shard,
         mode="require",
         want="current",
         name=given.name or DEFAULT_NAME,
@@ -109,10 +110,10 @@ def _verified(model_dir: Path, given: argparse.Namespace, rank: int) -> Verified
     ) as weights:
         started_s = time.monotonic()
         manifest = against_manifest(weights)
-        disk = against_disk(weights, model_dir, build_config(model_dir, **keywords)) if given.against_disk else None
+        disk = against_disk(weights, model_dir, build_config(model_dir, **shard)) if given.against_disk else None
         seconds = time.monotonic() - started_s
         nbytes = weights.manifest.content_nbytes
-        return Verified(rank, weights.generation, weights.version, nbytes, seconds, manifest, disk)
+        return Verified(shard["tp_rank"], weights.generation, weights.version, nbytes, seconds, manifest, disk)
 
 
 def render(verified: Sequence[Verified]) -> list[str]:

@@ -20,7 +20,7 @@ from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
-from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, ranks_of, shard_keywords
+from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, shards_of
 
 _NO_PLAN_EXIT = 1
 
@@ -44,13 +44,13 @@ def _planned(given: argparse.Namespace) -> str:
 
     Raises InvalidOption, UnsupportedModel, or an error of the checkpoint.
     """
-    ranks = ranks_of(given)
+    shards = shards_of(given)
     model_dir = resolve(given.model)
     with open_checkpoint(model_dir) as checkpoint:
         summaries: list[RankSummary] = []
         documents: list[dict[str, Any]] = []
-        for rank in reversed(ranks):  # the first is the one that is shown
-            prepared = pipeline.prepare(checkpoint, build_config(model_dir, **shard_keywords(given, rank)))
+        for shard in reversed(shards):  # the first is the one that is shown
+            prepared = pipeline.prepare(checkpoint, build_config(model_dir, **shard))
             summaries.insert(0, summarize(prepared))
             if given.json:
                 documents.insert(0, rank_document(summaries[0], prepared))

@@ -1,7 +1,7 @@
 """The options that say which shard of a model is meant: the same words on every command that takes them.
 
-Owns the options, what they are called as keywords of ``build_config`` and of the client's ``attach``, and which ranks
-are meant where the rank may be left out. What a command does with the shard is its own.
+Owns the options, what they are as keywords of ``build_config`` and of the client's ``attach``, and which ranks are
+meant where the rank may be left out. What a command does with the shards is its own.
 """
 
 from __future__ import annotations
@@ -32,24 +32,15 @@ def add_rank_argument(arguments: Arguments) -> None:
     arguments.add_argument("--tp-rank", type=int, metavar="R", help="only this rank (default: all)")
 
 
-def shard_keywords(given: argparse.Namespace, tp_rank: int) -> dict[str, Any]:
-    """What was given, for one rank, as keywords."""
-    return {
-        "layout": given.layout,
-        "tp_size": given.tp_size,
-        "tp_rank": tp_rank,
-        "dtype": given.dtype,
-        "quantization": given.quantization,
-    }
-
-
-def ranks_of(given: argparse.Namespace) -> range:
-    """The ranks that are meant. Raises InvalidOption."""
-    if given.tp_rank is None:
-        return range(given.tp_size)
-    if not 0 <= given.tp_rank < given.tp_size:
+def shards_of(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """The shards that are meant, one for each rank, as keywords of ``build_config`` and ``attach``. Raises
+    InvalidOption.
+    """
+    if given.tp_rank is not None and not 0 <= given.tp_rank < given.tp_size:
         raise InvalidOption("there is no such rank", expected=f"0 to {given.tp_size - 1}", found=given.tp_rank)
-    return range(given.tp_rank, given.tp_rank + 1)
+    ranks = range(given.tp_size) if given.tp_rank is None else (given.tp_rank,)
+    common = {"layout": given.layout, "dtype": given.dtype, "quantization": given.quantization}
+    return [{**common, "tp_size": given.tp_size, "tp_rank": rank} for rank in ranks]
 
 
 def positive(text: str) -> int:
