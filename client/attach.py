@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from weightcached.client import options, policy, provenance
 from weightcached.client.backoff import Backoff
 from weightcached.client.connect import reach
-from weightcached.client.evidence import Evidence
+from weightcached.client.evidence import Evidence, NotProvenInTime
 from weightcached.client.exchange import ConnectionLost, NeverAnswered, Progress, Request, negotiate
 from weightcached.client.lease import Lease
 from weightcached.client.rejoin import Rejoin
@@ -183,7 +183,7 @@ def _from_daemon(
             if lost is None:
                 logger.warning("%s; waiting for the next one", error)
             lost = (lost if lost is not None and lost.answered else error).at_last(losses)
-        except NeverAnswered as error:
+        except (NeverAnswered, NotProvenInTime) as error:
             channel.close()
             raise (lost or error) from error
         except BaseException:

@@ -21,6 +21,10 @@ from weightcached.protocol.processes import python_command
 from weightcached.protocol.sidecar import read_sidecar
 
 
+class NotProvenInTime(CheckpointUnproven):
+    """The deadline passed before the digest was known: of the content, this says nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """``receipts`` (SHA-256, and whether they can prove anything) or a ``digest``; neither for a wanted version."""
@@ -62,7 +66,7 @@ def prove(
     """``evidence`` with the digest of exactly the files its receipts are of: remembered on this host, else computed.
 
     A process of its own computes it, because one pass over the bytes (or the wait for somebody else's pass) has to end
-    at the deadline. Raises CheckpointUnproven at the deadline, CheckpointChanged when the files are no longer those.
+    at the deadline. Raises NotProvenInTime at the deadline, CheckpointChanged when the files are no longer those.
     """
     command = python_command("weightcached.protocol.digests", "--json", "--die-with-parent", str(os.getpid()))
     command += ["--expect-receipts", str(evidence.receipts)]
@@ -72,7 +76,7 @@ def prove(
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline.remaining_s())
     except subprocess.TimeoutExpired as error:
-        raise CheckpointUnproven(
+        raise NotProvenInTime(
             "the digest of the checkpoint was not known before the deadline",
             where=model_dir,
             next_step=f"allow more time, or run `weightcached digest {model_dir}` on this host beforehand",

@@ -46,6 +46,13 @@ class Address:
             )
         return cls(str(ip), number)
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        import ipaddress
+
+        return ipaddress.ip_address(self.host).is_loopback
+
     def shifted(self, ranks: int) -> Address:
         """The address for a daemon so many ranks further: each needs a port of its own. Raises InvalidOption when there
         is no such port.

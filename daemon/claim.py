@@ -187,7 +187,8 @@ def _make_directory(directory: Path) -> None:
                 "cannot make the runtime directory",
                 found=error.strerror,
                 where=missing,
-                next_step="make it for this user (systemd: RuntimeDirectory=), or choose another --runtime-dir",
+                next_step="make it for this user (under systemd: systemd-tmpfiles --create weightcached.conf), "
+                "or choose another --runtime-dir",
             ) from error
 
 

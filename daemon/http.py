@@ -1,14 +1,18 @@
 """A very small HTTP server for the pages of ``pages.py``: GET and HEAD, one request a connection, under a deadline.
 
-Owns the listening socket, the limits and the connections. Runs on the caller's event loop, and cannot delay what else
-runs there by more than the making of one page at a time: it waits for nobody, and takes few connections. The snapshot
-behind a page is taken anew for each request. Imported late by the keeper, which has bound its socket by then.
+Owns the listening socket, the limits and the connections. At a loopback address it answers to no names but
+``localhost``: a web page whose own name was pointed to this host (DNS rebinding) gets nothing to read. Runs on the
+caller's event loop, and cannot delay what else runs there by more than the making of one page at a time: it waits for
+nobody, and takes few connections. The snapshot behind a page is taken anew for each request. Imported late by the
+keeper, which has bound its socket by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
@@ -30,10 +34,12 @@ class HttpServer:
         self._snapshot = snapshot
         self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
+        self._only_local_names = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, address: Address) -> Address:
         """Listen; where (another port, if any would do). Raises OSError when the address cannot be had."""
+        self._only_local_names = address.is_loopback
         self._server = await asyncio.start_server(self._accept, address.host, address.port, limit=HEAD_MAX_BYTES)
         port: int = self._server.sockets[0].getsockname()[1]
         return Address(address.host, port)
@@ -74,6 +80,8 @@ class HttpServer:
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             return "GET", _said(HTTPStatus.BAD_REQUEST)
         method, path = words[0], words[1].partition("?")[0]
+        if self._only_local_names and not all(map(_is_local, _hosts(head))):
+            return method, _said(HTTPStatus.MISDIRECTED_REQUEST, "ask for an address or localhost, not for a name")
         if path not in PAGES:
             return method, _said(HTTPStatus.NOT_FOUND, f"there are {', '.join(PAGES)}")
         if method not in ("GET", "HEAD"):
@@ -88,6 +96,24 @@ class HttpServer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+
+def _hosts(head: bytes) -> list[str]:
+    """What the request's ``Host`` headers say, without ports."""
+    lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    values = (value.strip().decode("latin-1") for name, _, value in lines if name.strip().lower() == b"host")
+    return [re.sub(r":\d*$", "", value) for value in values]
+
+
+def _is_local(host: str) -> bool:
+    """Whether it is no name that somebody else could have pointed to this host."""
+    if host.lower() in ("localhost", ""):
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _said(status: HTTPStatus, more: str = "") -> Reply:

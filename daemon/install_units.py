@@ -56,7 +56,12 @@ class Item:
 
 def items(executable: Path, *, systemd_version: int) -> Iterator[Item]:
     """Every file, with its content."""
-    for name in ("weightcached@.service", "weightcached.target", "weightcached-engine-example.service"):
+    for name in (
+        "weightcached@.service",
+        "weightcached.target",
+        "weightcached-exporter.service",
+        "weightcached-engine-example.service",
+    ):
         yield Item(f"{_UNITS}/{name}", _shipped(name).replace(SHIPPED_EXECUTABLE.encode(), os.fsencode(executable)))
     if systemd_version >= PRESERVE_SINCE:
         yield Item(_PRESERVE, _shipped("50-preserve.conf"))

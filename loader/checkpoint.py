@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weightcached.loader.headers import PREFIX_BYTES, FileHeader, header_nbytes, parse_header
+from weightcached.loader.headers import HEADER_LIMIT_BYTES, PREFIX_BYTES, FileHeader, header_nbytes, parse_header
 from weightcached.loader.planned import TensorHeader
 from weightcached.protocol.config import read_model_config
 from weightcached.protocol.content import (
@@ -28,6 +28,7 @@ from weightcached.protocol.content import (
 from weightcached.protocol.errors import (
     CheckpointError,
     DuplicateTensor,
+    HeaderError,
     IndexFileError,
     MissingTensor,
     TruncatedFile,
@@ -36,6 +37,10 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.text import shown
 
 __all__ = ["Checkpoint", "TensorHeader", "open_checkpoint"]
+
+HEADERS_LIMIT_BYTES = 2 * HEADER_LIMIT_BYTES
+"""Of all files together: they are held in memory at ten times their size, and the largest checkpoints have a tenth of
+it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def open_checkpoint(model_dir: str | os.PathLike[str], *, also_trusted: Collecti
     files = open_weights(chosen)
     try:
         receipts = take_receipts(files, also_trusted=also_trusted)
-        headers = {name: _read_header(name, files[name]) for name in chosen.names}
+        headers = _read_headers(chosen.names, files)
         tensors = _merged(headers)
         _require_index_agrees(chosen, tensors)
     except BaseException:
@@ -91,7 +96,25 @@ def open_checkpoint(model_dir: str | os.PathLike[str], *, also_trusted: Collecti
     return Checkpoint(directory, tensors, config, files, receipts, metadata, chosen.ignored)
 
 
-def _read_header(name: str, fd: int) -> FileHeader:
+def _read_headers(names: Collection[str], files: Mapping[str, int]) -> dict[str, FileHeader]:
+    headers: dict[str, FileHeader] = {}
+    left = HEADERS_LIMIT_BYTES
+    for name in names:
+        raw, file_nbytes = _raw_header(name, files[name])
+        left -= len(raw)
+        if left < 0:
+            raise HeaderError(
+                "the headers of the checkpoint's files are too large together",
+                expected=f"at most {HEADERS_LIMIT_BYTES} bytes",
+                found=f"more, in {len(headers) + 1} of {len(names)} files",
+                where=name,
+            )
+        headers[name] = parse_header(raw, file=name, file_nbytes=file_nbytes)
+    return headers
+
+
+def _raw_header(name: str, fd: int) -> tuple[bytes, int]:
+    """The header's bytes, and how large the file is."""
     try:
         file_nbytes = os.fstat(fd).st_size
         nbytes = header_nbytes(_read_at(fd, PREFIX_BYTES, 0), file=name, file_nbytes=file_nbytes)
@@ -102,7 +125,7 @@ def _read_header(name: str, fd: int) -> FileHeader:
         raise TruncatedFile(
             "the file became shorter while its header was read", expected=nbytes, found=len(raw), where=name
         )
-    return parse_header(raw, file=name, file_nbytes=file_nbytes)
+    return raw, file_nbytes
 
 
 def _read_at(fd: int, nbytes: int, offset: int) -> bytes:

@@ -5,8 +5,8 @@ writes only inside the places it is given; what a failed execution has written i
 meanwhile is the pipeline's question.
 
 All threads work on the same parameter, on neighbouring slabs: they balance whatever the sizes, files are read front to
-back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. XXH3 is some
-twenty times faster than writing fresh pages, so threads hardly ever wait for their turn to digest.
+back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. Digesting goes by
+turns, but hardly anybody waits for one: whoever has the turn digests what others have left behind it, too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from weightcached.protocol.memory.large_pages import LargePages
 
 log = logging.getLogger(__name__)
 
-THREADS = 4
-"""Whatever the number of processors: while one waits for the disk or for its turn, others work. More of them wait for
-each other at the kernel's allocator of pages.
+THREADS = max(2, min(4, len(os.sched_getaffinity(0))))
+"""Two at least: one works while the other waits for the disk. More of them wait for each other at the interpreter's
+lock and at the kernel's allocator of pages.
 """
 
 AHEAD_NBYTES = 32 << 20
@@ -99,14 +99,18 @@ def execute(
 
 @dataclass(slots=True)
 class _Digest:
-    """The digest of one parameter's bytes, as far as it is."""
+    """The digest of one parameter's bytes, as far as it is, and what follows once the slabs before are digested."""
 
     hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     slabs_done: int = 0
+    taken: bool = False
+    """Whether a thread has the turn."""
+    left: dict[int, tuple[Output, ...]] = field(default_factory=dict)
+    """Slab number → outputs."""
 
 
 class _Team:
-    """The threads' shared state. ``_lock`` guards all of it, but a hasher belongs to the thread whose turn it is."""
+    """The threads' shared state. ``_lock`` guards all of it, but hashers belong to the thread that has the turn."""
 
     def __init__(
         self,
@@ -188,7 +192,12 @@ class _Team:
         if not in_place:
             for output in outputs:
                 _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
-        self._digest_in_turn(slab, outputs, read_nbytes)
+        self._digest(slab, outputs, lasting=in_place)
+        with self._lock:
+            traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
+            traffic.read += read_nbytes
+            traffic.kept += sum(read.nbytes for read in slab.reads)
+        self._meter.add(sum(len(output.data) for output in outputs))
 
     def _next(self) -> Slab | None:
         """Do a share of what has to be ready before slabs come to it, then claim one: nobody waits for us meanwhile."""
@@ -215,24 +224,32 @@ class _Team:
             self._reader.expect(slab)
         return claimed
 
-    def _digest_in_turn(self, slab: Slab, outputs: tuple[Output, ...], read_nbytes: int) -> None:
-        """Add the outputs to their parameters' digests, after those of all slabs before, and count the slab as done."""
-        digests = [self._digests[output.name] for output in outputs]
+    def _digest(self, slab: Slab, outputs: tuple[Output, ...], *, lasting: bool) -> None:
+        """Leave the outputs to be digested after all slabs before, and take the turn if it is free.
+
+        Outputs that are not ``lasting`` are digested when this returns, unless the execution has failed.
+        """
+        queue = self._digests[slab.parameter.name]
         with self._turn:
-            while digests[0].slabs_done != slab.number:
-                if self._failure is not None:
-                    return
+            queue.left[slab.number] = outputs
+            if not queue.taken:
+                self._take_turn(queue)
+            while not lasting and queue.slabs_done <= slab.number and self._failure is None:
                 self._turn.wait()
-        for digest, output in zip(digests, outputs, strict=True):
-            digest.hasher.update(output.data)
-        with self._turn:
-            for digest in digests:
-                digest.slabs_done += 1
+
+    def _take_turn(self, queue: _Digest) -> None:
+        """Digest all that can be, in order. Called with the lock held; let go while bytes are looked at."""
+        queue.taken = True
+        while (outputs := queue.left.pop(queue.slabs_done, None)) is not None:
+            self._lock.release()
+            try:
+                for output in outputs:
+                    self._digests[output.name].hasher.update(output.data)
+            finally:
+                self._lock.acquire()
+            queue.slabs_done += 1
             self._turn.notify_all()
-            traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
-            traffic.read += read_nbytes
-            traffic.kept += sum(read.nbytes for read in slab.reads)
-        self._meter.add(sum(len(output.data) for output in outputs))
+        queue.taken = False
 
     def _fail(self, failure: BaseException) -> None:
         with self._turn:

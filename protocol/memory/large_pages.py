@@ -22,13 +22,13 @@ import time
 from weightcached.protocol.errors import TransferError
 from weightcached.protocol.memory import host
 
-STRETCH_NBYTES = 8 * host.LARGE_PAGE_NBYTES
+STRETCH_NBYTES = 16 * host.LARGE_PAGE_NBYTES
 """Made by one call: each call waits until every processor has emptied its list of new pages."""
 
 AHEAD_NBYTES = 2 * STRETCH_NBYTES
 """How far pages are made ahead of writing: enough that no writer comes to a stretch that is being made."""
 
-SLOW_STRETCH_S = 0.02
+SLOW_STRETCH_S = 0.04
 """Of this thread's own processor time. More, and the kernel has to move memory around for each page, or a virtual
 machine's host has to find it first."""
 

@@ -131,10 +131,16 @@ class TestServed:
             (b"GET /metrics HTTP/2\r\n\r\n", 400),
             (b"\xff\xfe\r\n\r\n", 400),
             (b"\r\n\r\n", 400),
+            # A web page whose name was pointed to this host: browsers say the name.
+            (b"GET /status.json HTTP/1.1\r\nHost: rebound.example\r\n\r\n", 421),
+            (b"GET /status.json HTTP/1.1\r\nhost:127.0.0.1.example:9410\r\n\r\n", 421),
+            (b"GET /status.json HTTP/1.1\r\nHost: localhost\r\nHost: rebound.example\r\n\r\n", 421),
+            (b"GET /status.json HTTP/1.1\r\nHost: localhost:9410\r\n\r\n", 200),
+            (b"GET /status.json HTTP/1.1\r\nHost: [::1]:9410\r\n\r\n", 200),
             (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * HEAD_MAX_BYTES, 431),
         ],
     )
-    def test_what_is_no_request_for_a_page(self, served: tuple[Daemon, Site], said: bytes, status: int) -> None:
+    def test_what_is_answered(self, served: tuple[Daemon, Site], said: bytes, status: int) -> None:
         answer = served[1].say(said)
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
         assert served[1].ask("/healthz").status == 200

@@ -17,6 +17,7 @@ UNITS = "usr/local/lib/systemd/system"
 INSTALLED = {
     f"{UNITS}/weightcached@.service",
     f"{UNITS}/weightcached.target",
+    f"{UNITS}/weightcached-exporter.service",
     f"{UNITS}/weightcached-engine-example.service",
     "usr/local/lib/sysusers.d/weightcached.conf",
     "usr/local/lib/tmpfiles.d/weightcached.conf",

@@ -166,3 +166,15 @@ def test_parsing_leaves_the_garbage_collector_as_it_was(on):
         assert gc.isenabled() is on
     finally:
         (gc.enable if was_on else gc.disable)()
+
+
+def test_headers_of_all_files_together_have_a_limit(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path, "llama-sharded")
+    files = sorted(directory.glob("*.safetensors"))
+    sizes = [int.from_bytes(file.read_bytes()[:PREFIX_BYTES], "little") for file in files]
+    monkeypatch.setattr("weightcached.loader.checkpoint.HEADERS_LIMIT_BYTES", sum(sizes))
+    open_checkpoint(directory).close()
+    monkeypatch.setattr("weightcached.loader.checkpoint.HEADERS_LIMIT_BYTES", sum(sizes) - 1)
+    with pytest.raises(HeaderError, match="too large together") as caught:
+        open_checkpoint(directory)
+    assert caught.value.where == files[-1].name

@@ -35,7 +35,7 @@ def install(box: Box) -> None:
     box.run("systemd-sysusers")
     box.run("systemd-tmpfiles", "--create", "weightcached.conf")
     trees = " ".join(map(str, TREES))
-    for unit in ("weightcached@.service", "weightcached-engine-example.service"):
+    for unit in ("weightcached@.service", "weightcached-exporter.service", "weightcached-engine-example.service"):
         box.write(f"/etc/systemd/system/{unit}.d/clone.conf", f"[Service]\nBindReadOnlyPaths={trees}\n")
     box.run("systemctl", "daemon-reload")
 

@@ -169,3 +169,26 @@ def test_an_engine_that_only_wants_the_keeper_is_not_restarted_with_it(ranks: tu
         assert {name for name, pid in processes().items() if pid != "0"} == {example, "wants"}
     finally:
         box.run("systemctl", "stop", *engines.values())
+
+
+def test_the_exporter_sees_every_rank_and_goes_on_when_one_dies(ranks: tuple[Service, Service]) -> None:
+    box, unit = ranks[0].box, "weightcached-exporter.service"
+    try:
+        with box.started("journalctl", "-f", "-n", "all", "-o", "cat", "-u", unit) as journal:
+            box.run("systemctl", "start", unit)
+            journal.log.wait_for(lambda line: "listening" in line)
+
+        def ask(path: str) -> str:
+            code = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9410{path}').read().decode())"
+            return box.run("python", "-c", code).stdout
+
+        assert ask("/readyz").splitlines()[:2] == [f"{service.place}: ready" for service in ranks]
+        assert ask("/metrics").count("\nweightcached_up{") == 2
+        hello = ranks[0].hello()
+        nonce = ranks[0].attach(hello).nonce
+        ranks[0].kill()
+        ranks[0].attach(hello, other_than=nonce)
+        assert ask("/readyz").count("ready") == 2
+        assert box.run("ps", "-o", "user:20=", "-p", box.show(unit, "MainPID")).stdout.strip() == "weightcached"
+    finally:
+        box.run("systemctl", "stop", unit)

@@ -11,7 +11,12 @@ from weightcached.daemon.install_units import main, running_systemd_version
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
-UNITS = ("weightcached@0.service", "weightcached.target", "weightcached-engine-example.service")
+UNITS = (
+    "weightcached@0.service",
+    "weightcached.target",
+    "weightcached-exporter.service",
+    "weightcached-engine-example.service",
+)
 EXPOSURE_MAX = 4.0
 
 
@@ -49,10 +54,9 @@ def test_a_typing_error_would_be_noticed(folder: Path) -> None:
     assert "WatchdogSecs" in verify(folder).stderr
 
 
-def test_the_service_has_few_rights(folder: Path) -> None:
-    done = analyze(
-        "security", "--offline=true", f"--threshold={EXPOSURE_MAX * 10:.0f}", folder / "weightcached@.service"
-    )
+@pytest.mark.parametrize("unit", ["weightcached@.service", "weightcached-exporter.service"])
+def test_the_services_have_few_rights(unit: str, folder: Path) -> None:
+    done = analyze("security", "--offline=true", f"--threshold={EXPOSURE_MAX * 10:.0f}", folder / unit)
     assert done.returncode == 0, done.stdout
     exposure = float(re.findall(r"exposure level .*: ([0-9.]+)", done.stdout)[0])
     print(f"exposure {exposure}, at most {EXPOSURE_MAX}")
