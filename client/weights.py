@@ -111,7 +111,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
         (several GB/s). What this process wrote to its private pages shows here.
         """
-        return differing_rows(self.manifest, [segment.view() for segment in self._open()])
+        return differing_rows(self.manifest, self.memory())
+
+    def memory(self) -> list[memoryview]:
+        """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
+        return [segment.view().toreadonly() for segment in self._open()]
 
     def verify(self) -> None:
         """Raises TransferError naming the parameters that :meth:`differing` finds."""

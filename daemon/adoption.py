@@ -31,7 +31,7 @@ from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts
 
 _FIELDS_SHOWN = 8
-_UNKNOWN_RECEIPTS = CheckpointReceipts("0" * 64, trusted=False, rule="the record of the files' receipts was lost")
+_UNKNOWN_RECEIPTS = CheckpointReceipts.unknown("the record of the files' receipts was lost")
 
 
 @dataclass(frozen=True, kw_only=True)

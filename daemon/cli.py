@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "weightcached.client.verify_command:main",
         "compare what daemons serve with its manifest, and with disk",
     ),
+    "snapshot": (
+        "weightcached.client.snapshot_command:main",
+        "save a rank's finished shard to disk; load it to try it",
+    ),
     "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
     "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
     "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),

@@ -34,6 +34,7 @@ class ServeOptions:
     place: Place
     allowed: AllowList
     cache_dir: Path | None
+    snapshot: Path | None
     trusted_filesystems: tuple[str, ...]
     drain_timeout_s: float
     exchange_timeout_s: float
@@ -55,6 +56,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add_shard_arguments(group)
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
+    group.add_argument(
+        "--snapshot",
+        metavar="DIR",
+        help="load what `weightcached snapshot save` wrote there; of the model only config.json has to be there",
+    )
     group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     group.add_argument(
         "--trust-filesystem",
@@ -145,6 +151,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
+        snapshot=Path(given.snapshot).absolute() if given.snapshot is not None else None,
         trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
