@@ -30,8 +30,9 @@ from weightcached.protocol.manifest import Manifest, encode_manifest
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.place_options import add_place_arguments, allow_list
-from weightcached.protocol.places import DEFAULT_NAME, host_device
-from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, shards_of
+from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.ranks import device_of
+from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
 from weightcached.protocol.snapshot import open_snapshot, write_snapshot
 from weightcached.protocol.text import binary_size, one_line
 
@@ -89,7 +90,9 @@ def _save(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard
         weights.verify()
         started_s = time.monotonic()
         manifest = _with_digest(weights.manifest, config, digest)
-        folder = write_snapshot(Path(given.directory), _device(config), manifest=manifest, segments=weights.memory())
+        folder = write_snapshot(
+            Path(given.directory), device_of(config.parallel), manifest=manifest, segments=weights.memory()
+        )
         seconds, what = time.monotonic() - started_s, f"from the {weights.source}"
         return _done(folder, weights.manifest, seconds, what, digest)
 
@@ -104,17 +107,13 @@ def _with_digest(manifest: Manifest, config: CacheConfig, digest: str) -> bytes:
 def _load(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
     from weightcached.loader.snapshot import placement_of, restore
 
-    with open_snapshot(Path(given.directory), _device(config)) as snapshot:
+    with open_snapshot(Path(given.directory), device_of(config.parallel)) as snapshot:
         snapshot.require_config(config)
         placement = placement_of(snapshot)
         admit(placement.segment_nbytes)
         with OwnedFds([host.allocate(placement.segment_nbytes, name="weightcached:snapshot")]) as memory:
             restored = restore(snapshot, placement, memory[0])
         return _done(snapshot.folder, snapshot.manifest, restored.seconds["load"], "all digests right", snapshot.digest)
-
-
-def _device(config: CacheConfig) -> str:
-    return host_device(tp_size=config.parallel.tp_size, tp_rank=config.parallel.tp_rank)
 
 
 def _done(folder: Path, manifest: Manifest, seconds: float, what: str, digest: str) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("model", metavar="MODEL", help="a checkpoint directory (config.json suffices), or a hub id")
         one.add_argument("directory", metavar="DIR", help="the snapshot's directory, with a folder for each rank")
         add_shard_arguments(one)
-        add_rank_argument(one)
+        add_rank_filters(one)
         one.add_argument("--json", action="store_true", help="one JSON document")
     save.add_argument(
         "--mode",

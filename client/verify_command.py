@@ -27,7 +27,8 @@ from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
-from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, shards_of
+from weightcached.protocol.ranks import rank_word
+from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
 EQUAL_EXIT, DIFFERS_EXIT, NOT_COMPARED_EXIT, NOTHING_EXIT = range(4)
@@ -37,7 +38,7 @@ EQUAL_EXIT, DIFFERS_EXIT, NOT_COMPARED_EXIT, NOTHING_EXIT = range(4)
 class Verified:
     """One rank. ``disk`` is ``None`` where it was not asked for."""
 
-    rank: int
+    rank: str
     generation: str
     version: str
     nbytes: int
@@ -51,7 +52,7 @@ class Verified:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "tp_rank": self.rank,
+            "rank": self.rank,
             "generation": self.generation,
             "version": self.version,
             "nbytes": self.nbytes,
@@ -95,7 +96,7 @@ def verify(given: argparse.Namespace) -> list[Verified]:
 
 
 def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any]) -> Verified:
-    allowed = allow_list(given)
+    allowed, config = allow_list(given), build_config(model_dir, **shard)
     with attach(
         model_dir,
         **shard,
@@ -110,10 +111,12 @@ def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any])
     ) as weights:
         started_s = time.monotonic()
         manifest = against_manifest(weights)
-        disk = against_disk(weights, model_dir, build_config(model_dir, **shard)) if given.against_disk else None
+        disk = against_disk(weights, model_dir, config) if given.against_disk else None
         seconds = time.monotonic() - started_s
         nbytes = weights.manifest.content_nbytes
-        return Verified(shard["tp_rank"], weights.generation, weights.version, nbytes, seconds, manifest, disk)
+        return Verified(
+            rank_word(config.parallel), weights.generation, weights.version, nbytes, seconds, manifest, disk
+        )
 
 
 def render(verified: Sequence[Verified]) -> list[str]:
@@ -123,7 +126,7 @@ def render(verified: Sequence[Verified]) -> list[str]:
             ("RANK", "GENERATION", "BYTES", "SECONDS", "AGAINST THE MANIFEST", "AGAINST DISK"),
             *(
                 (
-                    str(one.rank),
+                    one.rank,
                     one.generation[:12],
                     binary_size(one.nbytes),
                     f"{one.seconds:.1f}",
@@ -169,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a hub id")
     add_shard_arguments(parser)
-    add_rank_argument(parser)
+    add_rank_filters(parser)
     parser.add_argument("--against-disk", action="store_true", help="compare with MODEL's files too; reads all of them")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each attach (default: 600)")
     parser.add_argument("--json", action="store_true", help="every name with its verdict, as one JSON document")

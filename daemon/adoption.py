@@ -19,7 +19,6 @@ from weightcached.daemon.state_record import GenerationRecord
 from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
     CacheConfig,
-    Parallel,
     Provenance,
     Quantization,
     explain_differences,
@@ -175,7 +174,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
         update={
             "layout": options.layout,
             "layout_revision": LAYOUT_REVISIONS[options.layout],
-            "parallel": Parallel(tp_size=options.tp_size, tp_rank=options.tp_rank).model_dump(),
+            "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
         }

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from weightcached.daemon.address import Address
 from weightcached.protocol.command_line import Parser
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.config import Parallel
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import add_place_arguments, allow_list
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
-from weightcached.protocol.shard_options import add_shard_arguments, positive
+from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
+from weightcached.protocol.ranks import KINDS, device_of, rank_of
+from weightcached.protocol.shard_options import add_shard_arguments, positive, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,7 @@ class ServeOptions:
 
     model: str
     """A directory, or a hub id."""
-    tp_size: int
-    tp_rank: int
+    parallel: Parallel
     layout: str
     dtype: str
     quantization: str
@@ -120,9 +120,10 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         "64 bad options; 70 a bug. A load that fails does not end the daemon: it answers with the reason.",
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
-    )
+    for kind in KINDS:
+        parser.add_argument(
+            f"--{kind}-rank", type=int, metavar="R", help=f"this daemon's rank; required when --{kind}-size is over 1"
+        )
     parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser)
     add_running_arguments(parser)
@@ -131,23 +132,18 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
-    if given.tp_rank is None and given.tp_size > 1:
-        raise InvalidOption(
-            "--tp-rank is required when --tp-size is over 1: a rank that is guessed loads the wrong shard",
-            expected=f"0 to {given.tp_size - 1}",
-        )
-    tp_rank = 0 if given.tp_rank is None else given.tp_rank
+    ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
+    parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
     return ServeOptions(
         model=given.model,
-        tp_size=given.tp_size,
-        tp_rank=tp_rank,
+        parallel=parallel,
         layout=given.layout,
         dtype=given.dtype,
         quantization=given.quantization,
         place=Place(
             runtime_directory(given.runtime_dir),
             given.name or DEFAULT_NAME,
-            host_device(tp_size=given.tp_size, tp_rank=tp_rank),
+            device_of(parallel),
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,

@@ -20,7 +20,7 @@ from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
-from weightcached.protocol.shard_options import add_rank_argument, add_shard_arguments, shards_of
+from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
 
 _NO_PLAN_EXIT = 1
 
@@ -69,6 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a hub id")
     add_shard_arguments(parser)
-    add_rank_argument(parser)
+    add_rank_filters(parser)
     parser.add_argument("--json", action="store_true", help="everything, parameter by parameter, as one JSON document")
     return parser

@@ -20,6 +20,7 @@ from weightcached.loader.pipeline import Prepared
 from weightcached.loader.planned import PlannedParameter
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import itemsize_bytes
+from weightcached.protocol.ranks import rank_word
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
 
@@ -46,8 +47,9 @@ class RankSummary:
     kinds: Mapping[str, KindBytes]
 
     @property
-    def rank(self) -> int:
-        return self.config.parallel.tp_rank
+    def rank(self) -> str:
+        """``tp0of2``, with the ranks of other kinds where there are such."""
+        return rank_word(self.config.parallel)
 
 
 def summarize(prepared: Prepared) -> RankSummary:
@@ -84,7 +86,7 @@ def rank_document(summary: RankSummary, prepared: Prepared) -> dict[str, Any]:
     """One rank: its config, the four name sets, bytes by kind of part, and each parameter with where it comes from."""
     accounting = summary.accounting
     return {
-        "tp_rank": summary.rank,
+        "rank": summary.rank,
         "config": {name: value for name, value in summary.config.model_dump().items() if name != "model"},
         "fingerprint": summary.config.fingerprint,
         "segment_nbytes": summary.segment_nbytes,
@@ -147,13 +149,13 @@ def render(checkpoint: Mapping[str, Any], ranks: Sequence[RankSummary], shown: P
         f"model       {checkpoint['model']}",
         f"checkpoint  {checkpoint['tensors']} tensors, {binary_size(sum(files.values()))}; files: {len(files)}",
         f"config      {config.architecture}, layout {config.layout} (revision {config.layout_revision}), "
-        f"TP {config.parallel.tp_size}, dtype {config.dtype}, quantization {config.quantization.method}",
+        f"dtype {config.dtype}, quantization {config.quantization.method}",
         "",
         *_rank_table(ranks),
         "",
         *_kind_table(ranks),
         "",
-        f"what goes where, rank {config.parallel.tp_rank}:",
+        f"what goes where, rank {rank_word(config.parallel)}:",
         *table([("PARAMETER", "TIMES", "KIND", "SHAPE", "DTYPE", "FROM"), *_parameter_rows(shown)]),
     ]
     if left_out := list(_left_out(checkpoint, ranks)):
@@ -170,7 +172,7 @@ def _rank_row(rank: RankSummary) -> tuple[str, ...]:
     kinds, accounting = rank.kinds.values(), rank.accounting
     sizes = (sum(row.read_nbytes for row in kinds), sum(row.kept_nbytes for row in kinds), rank.segment_nbytes)
     names = (accounting.expected, accounting.loaded, accounting.ignored, accounting.unexpected)
-    return (str(rank.rank), str(rank.parameters), *map(binary_size, sizes), *(str(len(some)) for some in names))
+    return (rank.rank, str(rank.parameters), *map(binary_size, sizes), *(str(len(some)) for some in names))
 
 
 def _kind_table(ranks: Sequence[RankSummary]) -> list[str]:
@@ -179,7 +181,7 @@ def _kind_table(ranks: Sequence[RankSummary]) -> list[str]:
     for rank in ranks:
         for kind, row in rank.kinds.items():
             sizes = map(binary_size, (row.read_nbytes, row.kept_nbytes, row.resident_nbytes))
-            alike.setdefault((kind, str(row.parameters), *sizes), []).append(str(rank.rank))
+            alike.setdefault((kind, str(row.parameters), *sizes), []).append(rank.rank)
     rows = sorted((kind, ", ".join(which), *figures) for (kind, *figures), which in alike.items())
     return table([("KIND", "RANKS", "PARAMETERS", "READ", "KEPT", "RESIDENT"), *rows])
 

@@ -20,7 +20,7 @@ from weightcached.loader.layout import Placement
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
 from weightcached.protocol.messages import AccountingCounts, shortened
-from weightcached.protocol.places import host_device
+from weightcached.protocol.ranks import device_of
 from weightcached.protocol.snapshot import Snapshot, open_snapshot
 from weightcached.protocol.worker_messages import Job, Planned
 
@@ -62,8 +62,7 @@ def source_of(job: Job, config: CacheConfig) -> Iterator[Source]:
         with open_checkpoint(job.model_dir, also_trusted=also_trusted) as checkpoint:
             yield CheckpointSource(checkpoint, config, also_trusted)
         return
-    device = host_device(tp_size=config.parallel.tp_size, tp_rank=config.parallel.tp_rank)
-    with open_snapshot(Path(job.snapshot), device) as opened:
+    with open_snapshot(Path(job.snapshot), device_of(config.parallel)) as opened:
         yield SnapshotSource(opened, config, _receipts_of_weights(job.model_dir, also_trusted))
 
 

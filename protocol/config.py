@@ -85,7 +85,11 @@ class _Frozen(BaseModel):
 
 
 class Parallel(_Frozen):
-    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one."""
+    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one.
+
+    Expert parallelism is over all devices of a pipeline stage: ``ep_size`` is TP size × data-parallel replicas, and
+    ``ep_rank`` is replica × TP size + ``tp_rank``. With it ranks hold whole experts; without, slices of each.
+    """
 
     tp_size: int = Field(ge=1)
     tp_rank: int = Field(ge=0)
@@ -301,7 +305,8 @@ def build_config(
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
+    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be,
+    ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
     if layout not in LAYOUT_REVISIONS:

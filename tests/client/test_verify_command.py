@@ -62,14 +62,14 @@ def test_all_ranks_are_equal_to_manifest_and_disk(tmp_path: Path, runtime_dir: P
         code, output = said(directory, *words, "--against-disk", "--json")
         assert code == 0
         ranks = json.loads(output)["ranks"]
-        assert [rank["tp_rank"] for rank in ranks] == [0, 1]
+        assert [rank["rank"] for rank in ranks] == ["tp0of2", "tp1of2"]
         for rank in ranks:
             assert {one["verdict"] for one in rank["manifest"]} == {one["verdict"] for one in rank["disk"]} == {"equal"}
             assert len(rank["disk"]) == len(rank["manifest"]) + 1  # the tied head is another name of one place
         code, output = said(directory, *words, "--against-disk")
         lines = [" ".join(line.split()) for line in output.splitlines()]
         assert "model.layers.*.self_attn.qkv_proj.weight_scale 2 equal" in lines
-        assert "rank 1 against disk:" in lines
+        assert "rank tp1of2 against disk:" in lines
         code, output = said(directory, *words, "--tp-rank", 1)
         assert code == 0
         assert len(output.splitlines()) == 2  # a heading and the rank

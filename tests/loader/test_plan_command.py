@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,10 @@ def sparse_checkpoint(directory: Path, **overrides: object) -> Path:
     return directory
 
 
+def tp_rank_of(rank: dict[str, Any]) -> int:
+    return rank["config"]["parallel"]["tp_rank"]
+
+
 @pytest.mark.parametrize("options", [{"layout": "hf"}, {"layout": "fused", "tp_size": 2, "quantization": "fp8"}])
 def test_the_json_is_what_a_load_does(tmp_path, said, options):
     directory = tiny_llama(tmp_path, shards=2, vocab_size=70, tie_word_embeddings=True)
@@ -54,9 +59,9 @@ def test_the_json_is_what_a_load_does(tmp_path, said, options):
     code, output = said(directory, *words, "--json")
     assert code == 0
     document = json.loads(output)
-    assert [rank["tp_rank"] for rank in document["ranks"]] == list(range(options.get("tp_size", 1)))
+    assert [tp_rank_of(rank) for rank in document["ranks"]] == list(range(options.get("tp_size", 1)))
     for rank in document["ranks"]:
-        outcome = load(directory, **{"tp_size": 1, **options, "tp_rank": rank["tp_rank"]})
+        outcome = load(directory, **{"tp_size": 1, **options, "tp_rank": tp_rank_of(rank)})
         planned = {
             one["name"]: (one["shape"], one["dtype"], one["offset"], one["nbytes"]) for one in rank["parameters"]
         }
@@ -96,10 +101,12 @@ def test_the_tables_say_what_goes_where_and_what_is_ignored_and_why(tmp_path, sa
         "pytorch_model.bin 1 pickle files are never opened",
     ):
         assert line in lines, output
-    assert any(line.startswith("vocabulary 1 2 ") for line in lines)  # the last rank reads less, and is its own row
+    assert any(
+        line.startswith("vocabulary tp1of2 2 ") for line in lines
+    )  # the last rank reads less, and is its own row
     code, other = said(tmp_path, "--layout", "fused", "--tp-size", 2, "--tp-rank", 1)
     assert "zeros [6:64, :]" in other
-    assert "rank 1:" in other
+    assert "rank tp1of2:" in other
 
 
 def test_no_weight_is_read(tmp_path, said):
@@ -126,6 +133,7 @@ def test_exit_codes(tmp_path, said):
     assert said(broken) == (1, "")
     assert said(directory, "--tp-size", 2) == (1, "")  # layout hf has one rank
     assert said(directory, "--tp-size", 2, "--tp-rank", 2) == (64, "")
+    assert said(directory, "--tp-size", 2, "--pp-rank", 1) == (64, "")
     code, output = said(broken, "--json")
     assert code == 1
     assert json.loads(output)["error"]["code"] == "truncated_file"

@@ -63,7 +63,7 @@ def shard(tensors: Tensors, config: Mapping[str, Any], spot: Spot) -> dict[str, 
 
 
 def layers_by_stage(count: int, stages: int) -> list[list[int]]:
-    """As vLLM's documentation has it: an even share each; what is left over to the stages before the last, backwards."""
+    """As vLLM has it: an even share each; what is left over goes to the stages before the last, backwards."""
     shares = [count // stages] * stages
     for position in range(count % stages):
         shares[-2 - position] += 1
@@ -176,9 +176,8 @@ def experts(inside: Tensors, config: Mapping[str, Any], spot: Spot) -> dict[str,
 
 def stacked_experts(inside: Tensors, config: Mapping[str, Any], spot: Spot, within: Spot) -> dict[str, torch.Tensor]:
     here = local_experts(config["num_local_experts"], spot)
-    gate_up, gate_up_bias, down, down_bias = (
-        inside[f"mlp.experts.{name}"][here] for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    )
+    gate_up, down = (inside[f"mlp.experts.{name}_proj"][here] for name in ("gate_up", "down"))
+    gate_up_bias, down_bias = (inside[f"mlp.experts.{name}_proj_bias"][here] for name in ("gate_up", "down"))
     at = "mlp.experts.routed_experts"
     return {
         "mlp.router.weight": inside["mlp.router.weight"],
