@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ DEVICE = "host-tp1of2"
 def saved(tmp_path: Path) -> tuple[Path, bytes]:
     """A snapshot's directory, and the bytes of the segment that it was made from."""
     model = tiny_llama(tmp_path / "model", vocab_size=70, tie_word_embeddings=True)
-    options = {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "fp8"}
+    options: dict[str, Any] = {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "fp8"}
     with attach(model, mode="off", **options) as weights:
         meta = weights.manifest.meta.model_copy(update={"digest": "d" * 64})
         manifest = encode_manifest(meta, list(weights.manifest), weights.accounting)
@@ -44,7 +45,12 @@ def test_the_segment_is_the_one_that_was_saved(saved: tuple[Path, bytes], opened
         assert os.pread(fds[0], len(segment), 0) == segment
         host.seal(fds[0])  # nothing maps it any more
     assert restored.bytes_read == opened.manifest.content_nbytes
-    told = {"generation": "1" * 32, "version": "digest:1", "receipts_version": "digest:1", "digest": "d" * 64}
+    told: dict[str, Any] = {
+        "generation": "1" * 32,
+        "version": "digest:1",
+        "receipts_version": "digest:1",
+        "digest": "d" * 64,
+    }
     manifest = Manifest.decode(encode(opened, restored, **told))
     assert list(manifest) == list(opened.manifest)
     assert manifest.accounting == opened.manifest.accounting
