@@ -79,6 +79,7 @@ class Whole:
             segments_nbytes=meta.segments_nbytes,
             resident_nbytes=record.resident_nbytes if record is not None else sum(meta.segments_nbytes),
             bytes_read=meta.bytes_read,
+            bytes_kept=meta.bytes_kept,
             accounting=record.accounting if record is not None else _NOT_COUNTED,
             receipts=self.receipts,
             receipts_version=meta.receipts_version,

@@ -82,6 +82,7 @@ class Generation:
     segments_nbytes: tuple[int, ...]
     resident_nbytes: int
     bytes_read: int
+    bytes_kept: int
     accounting: AccountingCounts
     receipts: CheckpointReceipts
     receipts_version: str

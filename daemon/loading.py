@@ -140,6 +140,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                     segments_nbytes=planned.segments_nbytes,
                     resident_nbytes=done.resident_nbytes,
                     bytes_read=done.bytes_read,
+                    bytes_kept=done.bytes_kept,
                     accounting=planned.accounting,
                     receipts=receipts,
                     receipts_version=receipts_version,

@@ -32,6 +32,7 @@ class Filled:
     """
 
     bytes_read: int
+    bytes_kept: int
     seconds: Mapping[str, float]
     encode: Callable[..., bytes]
 
@@ -94,8 +95,8 @@ class CheckpointSource:
         loaded = pipeline.load(
             self._checkpoint, self._prepared, segment, also_trusted=self._also_trusted, progress=progress
         )
-        encode = partial(pipeline.encode, loaded, self._prepared)
-        return Filled(loaded.figures.bytes_read, loaded.figures.seconds, encode)
+        figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
+        return Filled(figures.bytes_read, figures.bytes_kept, figures.seconds, encode)
 
 
 class SnapshotSource:
@@ -120,7 +121,8 @@ class SnapshotSource:
 
     def fill(self, segment: int, progress: Progress) -> Filled:
         restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress)
-        return Filled(restored.bytes_read, restored.seconds, partial(snapshot.encode, self._snapshot, restored))
+        encode = partial(snapshot.encode, self._snapshot, restored)
+        return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
 
 
 def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Receipts | None:

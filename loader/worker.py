@@ -103,6 +103,7 @@ def _serve(channel: Channel) -> None:
             manifest_nbytes=len(manifest),
             resident_nbytes=source.placement.segment_nbytes,
             bytes_read=filled.bytes_read,
+            bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
         )
         channel.send(done, [fd])

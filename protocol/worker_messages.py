@@ -79,6 +79,8 @@ class Done(Message):
     manifest_nbytes: Count
     resident_nbytes: Count
     bytes_read: Count
+    bytes_kept: Count
+    """What became part of a parameter."""
     seconds: dict[str, Seconds]
 
 
