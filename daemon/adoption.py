@@ -20,7 +20,6 @@ from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
     CacheConfig,
     Provenance,
-    Quantization,
     explain_differences,
 )
 from weightcached.protocol.errors import ConfigurationError, TransferError
@@ -28,6 +27,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts
+from weightcached.protocol.quantization import Quantization
 
 _FIELDS_SHOWN = 8
 _UNKNOWN_RECEIPTS = CheckpointReceipts.unknown("the record of the files' receipts was lost")

@@ -120,11 +120,11 @@ def _parameter(placed: Placed) -> dict[str, Any]:
                 "tensor": copy.tensor.name,
                 "file": copy.tensor.file,
                 "source": _index(copy.source, copy.tensor.shape),
-                "destination": _index(copy.destination, parameter.shape),
+                "destination": _index(copy.destination, parameter.source_shape),
             }
             for copy in parameter.copies
         ],
-        "zeros": [_index(box, parameter.shape) for box in parameter.zeros],
+        "zeros": [_index(box, parameter.source_shape) for box in parameter.zeros],
     }
 
 
@@ -149,7 +149,7 @@ def render(checkpoint: Mapping[str, Any], ranks: Sequence[RankSummary], shown: P
         f"model       {checkpoint['model']}",
         f"checkpoint  {checkpoint['tensors']} tensors, {binary_size(sum(files.values()))}; files: {len(files)}",
         f"config      {config.architecture}, layout {config.layout} (revision {config.layout_revision}), "
-        f"dtype {config.dtype}, quantization {config.quantization.method}",
+        f"dtype {config.dtype}, quantization {config.quantization.spelled}",
         "",
         *_rank_table(ranks),
         "",
@@ -221,7 +221,7 @@ def _origin(parameter: PlannedParameter) -> str:
         _after(folded(copy.tensor.name), name) + _index(copy.source, copy.tensor.shape).removeprefix("[...]")
         for copy in parameter.copies
     ]
-    parts += [f"zeros {_index(box, parameter.shape)}" for box in parameter.zeros]
+    parts += [f"zeros {_index(box, parameter.source_shape)}" for box in parameter.zeros]
     return " + ".join(parts) or "nothing"
 
 

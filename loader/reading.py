@@ -153,7 +153,7 @@ def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int]]:
             yield tensor.file, tensor.nbytes
         else:
             boxes = (copy.source, copy.destination, copy.transposed)
-            yield tensor.file, _requested_nbytes(boxes, tensor.shape, parameter.shape, itemsize)
+            yield tensor.file, _requested_nbytes(boxes, tensor.shape, parameter.source_shape, itemsize)
 
 
 @functools.lru_cache(maxsize=1024)

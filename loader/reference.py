@@ -73,12 +73,14 @@ class Reference:
             return self._cast(self._tensor(name))
         if self._config.layout != "fused" or self._config.architecture not in ARCHITECTURES:
             raise NotCompared(f"no rules for {self._config.architecture} in layout {self._config.layout}")
+        if self._config.model.get("quantization_config") is not None:
+            raise NotCompared("no rules for quantized checkpoints")
         module, _, kind = name.rpartition(".")
-        method = self._config.quantization.method
-        if method == "none":
+        quantization = self._config.quantization
+        if quantization.method == "none":
             return self._cast(self._plain(module, kind))
-        if method != "fp8":
-            raise NotCompared(f"no rules for quantization {method}")
+        if (quantization.method, quantization.granularity) != ("fp8", "channel"):
+            raise NotCompared(f"no rules for quantization {quantization.spelled}")
         if kind == "weight_scale":
             return _fp8(self._plain(module, "weight"))[1]
         if kind == "weight" and module.rpartition(".")[2] in self.LINEAR:

@@ -10,10 +10,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
-from weightcached.loader.planned import Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.loader.planned import Copy, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.dtypes import itemsize_bytes
 
 SLAB_NBYTES = 2 << 20
@@ -57,7 +57,7 @@ class Read(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Elements ``first .. first + elements`` of a parameter, in C order.
+    """Elements ``first .. first + elements`` of a parameter, in C order, as they are before its transform.
 
     ``reads`` and ``zeros`` together fill every byte of a buffer of ``source_nbytes`` bytes once, in the dtype that the
     parameter has before its transform.
@@ -72,23 +72,31 @@ class Slab(NamedTuple):
     reads: tuple[Read, ...]
     zeros: tuple[Pieces, ...]
     """Byte ranges of the buffer that are padding."""
+    step: Literal["all", "measure", "quantize"] = "all"
+    """What is done with it. Where a matrix has to be measured before it is quantized, its slabs come twice: all of them
+    to be read and measured, then all of them, with nothing to read, to be quantized from memory."""
 
 
 def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Iterator[Slab]:
-    """The parameter's slabs, in order; none for an alias, a produced scale, or a parameter without elements.
+    """The parameter's slabs, in order; none for an alias, for what quantization produces, or without elements.
 
-    A slab is larger than ``slab_nbytes`` only where it must be: a quantized parameter is never cut within a row, and a
-    matrix that is transposed not at all, since each piece of it has some bytes of every row of the file's.
+    A slab is larger than ``slab_nbytes`` only where it must be: rows that are quantized together are never parted, and
+    a matrix that is transposed is never cut, since each piece of it has some bytes of every row of the file's. It never
+    has rows of two matrices that are quantized.
     """
-    if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(parameter.shape):
+    shape, transform = parameter.source_shape, parameter.transform
+    if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(shape):
         return iter(())
     itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
     most = max(1, slab_nbytes // itemsize)
     boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
-    unbroken = all(is_contiguous(box, parameter.shape) for box in boxes) and all(
+    unbroken = all(is_contiguous(box, shape) for box in boxes) and all(
         is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies
     )
-    return _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+    made = _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+    if isinstance(transform, Quantize) and transform.measures_first:
+        return _measured_first(made, math.prod(shape[-2:]))
+    return made
 
 
 def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:
@@ -100,14 +108,11 @@ def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:
 
 def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where every copy is one range of the file and of the parameter: no boxes, so a few microseconds a slab."""
-    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, parameter.shape), None) for box in parameter.zeros])
+    shape = parameter.source_shape
+    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, shape), None) for box in parameter.zeros])
     origins = {id(copy): _reach(copy.source, copy.tensor.shape)[0] for copy in parameter.copies}
-    row = parameter.shape[-1] if isinstance(parameter.transform, QuantizeFp8) else 1
-    step = max(1, most // row) * row
-    total = math.prod(parameter.shape)
-    for number, first in enumerate(range(0, total, step)):
-        count = min(step, total - first)
+    for number, (first, count) in enumerate(_extents(parameter, most)):
         reads = []
         for begin, end, copy in copies.over(first, count):
             start, stop = max(begin, first), min(end, first + count)
@@ -123,10 +128,11 @@ def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[S
 
 def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where something is strided: slabs are boxes too, and what fills them is found by intersecting."""
-    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, parameter.shape), box) for box in parameter.zeros])
+    shape = parameter.source_shape
+    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, shape), box) for box in parameter.zeros])
     first = 0
-    for number, slab in enumerate(_cut(parameter.shape, most, _uncut_axes(parameter))):
+    for number, slab in enumerate(_cut(parameter, most)):
         count = slab.volume
         reads: list[Read] = []
         for _, _, copy in copies.over(first, count):
@@ -142,23 +148,41 @@ def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Sl
         first += count
 
 
-def _uncut_axes(parameter: PlannedParameter) -> int:
-    """How many of the last axes lie whole in each slab."""
-    if any(copy.transposed for copy in parameter.copies):
-        return 2
-    return 1 if isinstance(parameter.transform, QuantizeFp8) else 0
+def _extents(parameter: PlannedParameter, most: int) -> Iterator[tuple[int, int]]:
+    """(first, elements) of each slab."""
+    if isinstance(parameter.transform, Quantize):
+        volumes = [box.volume for box in _cut(parameter, most)]
+        return zip(itertools.accumulate(volumes, initial=0), volumes, strict=False)
+    total = math.prod(parameter.shape)
+    return ((first, min(most, total - first)) for first in range(0, total, most))
 
 
-def _cut(shape: Shape, most: int, uncut_axes: int) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements (or the uncut axes), contiguous each, that are the whole tensor in C order."""
-    if len(shape) <= uncut_axes:
-        yield whole(shape)
-        return
-    axis, inner = 0, math.prod(shape[1:])
-    while inner > most and axis < len(shape) - uncut_axes - 1:
-        axis += 1
-        inner //= shape[axis]
-    step = max(1, most // inner)
+def _measured_first(made: Iterator[Slab], matrix_elements: int) -> Iterator[Slab]:
+    for _, matrix in itertools.groupby(made, key=lambda slab: slab.first // matrix_elements):
+        again = []
+        for slab in matrix:
+            yield slab._replace(step="measure")
+            again.append(slab._replace(reads=(), zeros=(), step="quantize"))
+        yield from again
+
+
+def _cut(parameter: PlannedParameter, most: int) -> Iterator[Box]:
+    """Boxes of at most ``most`` elements (or what is never parted), contiguous each, that are all of it, in C order."""
+    shape, together = parameter.source_shape, 1
+    transposed = any(copy.transposed for copy in parameter.copies)
+    if isinstance(parameter.transform, Quantize):
+        axis, inner = len(shape) - 2, shape[-1]
+        together = shape[-2] if transposed else parameter.transform.rows_together
+    else:
+        axis, inner = 0, math.prod(shape[1:])
+        last = len(shape) - (3 if transposed else 1)
+        if last < 0:
+            yield whole(shape)
+            return
+        while inner > most and axis < last:
+            axis += 1
+            inner //= shape[axis]
+    step = max(1, most // (inner * together)) * together
     trailing = shape[axis + 1 :]
     for outer in itertools.product(*(range(extent) for extent in shape[:axis])):
         for start in range(0, shape[axis], step):

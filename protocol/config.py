@@ -17,13 +17,15 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
+from weightcached.protocol.frozen import Frozen
+from weightcached.protocol.quantization import Quantization
 from weightcached.protocol.regular_files import open_regular
 from weightcached.protocol.text import shown
 
@@ -76,15 +78,7 @@ def _thaw(value: Any) -> Any:
 FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializer(_thaw)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, checked. Pydantic's own checks nothing, and carries a cached fingerprint along."""
-        return type(self).model_validate({**self.model_dump(), **(update or {})})
-
-
-class Parallel(_Frozen):
+class Parallel(Frozen):
     """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one.
 
     Expert parallelism is over all devices of a pipeline stage: ``ep_size`` is TP size × data-parallel replicas, and
@@ -110,23 +104,7 @@ class Parallel(_Frozen):
         return self
 
 
-class Quantization(_Frozen):
-    """How this project quantizes while loading. What the checkpoint itself is quantized with is part of ``model``."""
-
-    method: Literal["none", "fp8"] = "none"
-    granularity: Literal["channel"] | None = None
-
-    @classmethod
-    def named(cls, name: str) -> Quantization:
-        """``none`` or ``fp8`` (e4m3, one float32 scale per output channel) → the full parameters."""
-        if name == "none":
-            return cls()
-        if name == "fp8":
-            return cls(method="fp8", granularity="channel")
-        raise InvalidOption("unknown quantization", expected="none or fp8", found=name)
-
-
-class CacheConfig(_Frozen):
+class CacheConfig(Frozen):
     """The whole configuration of one rank's shard. Equal configs and equal content mean equal resident bytes."""
 
     schema_version: Literal[1] = 1
@@ -337,7 +315,7 @@ def build_config(
         raise InvalidOption(f"unusable {field}", expected=first["msg"], found=shown(first["input"])) from error
 
 
-class Provenance(_Frozen):
+class Provenance(Frozen):
     """Where weights came from, for people. The client warns when the daemon's differs; nothing is refused."""
 
     path: str = Field(max_length=4096)

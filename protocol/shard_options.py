@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from weightcached.protocol.command_line import quantization
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.quantization import SPELLINGS
 from weightcached.protocol.ranks import KINDS, every_rank, ranks_of
 
 Arguments = argparse._ActionsContainer
@@ -32,7 +34,13 @@ def add_shard_arguments(arguments: Arguments) -> None:
     arguments.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
     )
-    arguments.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    arguments.add_argument(
+        "--quantization",
+        type=quantization,
+        default="none",
+        metavar="METHOD",
+        help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
+    )
 
 
 def add_rank_filters(arguments: Arguments) -> None:

@@ -24,12 +24,12 @@ def test_defaults() -> None:
 
 
 def test_everything() -> None:
-    words = "--tp-size 4 --tp-rank 3 --layout fused --dtype float16 --quantization fp8 --name blue --allow-uid 7"
+    words = "--tp-size 4 --tp-rank 3 --layout fused --dtype float16 --quantization int4=64 --name blue --allow-uid 7"
     words += " --allow-uid 8 --allow-gid 9 --trust-filesystem fuse --drain-timeout 1.5 --exchange-timeout 2"
     options = parse_serve([*MODEL, *words.split(), "--cache-dir", "/c", "--log-format", "json"])
     assert options.place.socket_path == Path("/run/w/blue/host-tp3of4.sock")
     assert options.allowed == AllowList(frozenset({7, 8}), frozenset({9}))
-    assert options.trusted_filesystems == ("fuse",)
+    assert (options.quantization, options.trusted_filesystems) == ("int4=64", ("fuse",))
     assert (options.drain_timeout_s, options.exchange_timeout_s, options.cache_dir) == (1.5, 2.0, Path("/c"))
 
 
@@ -84,6 +84,7 @@ def test_values_that_cannot_be_used(arguments: list[str], error: type[Exception]
     [
         [],
         [*MODEL, "--layout", "round"],
+        [*MODEL, "--quantization", "int4=100"],
         [*MODEL, "--tp-size", "0"],
         [*MODEL, "--drain-timeout", "-1"],
         [*MODEL, "--drain-timeout", "nan"],

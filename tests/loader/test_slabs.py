@@ -13,10 +13,12 @@ from tests.support.checkpoints import tiny_config
 from tests.support.partitions import header, partitioned
 from tests.support.plans import cache_config
 from weightcached.loader.accounting import account
-from weightcached.loader.boxes import Box, whole
-from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, QuantizeFp8
+from weightcached.loader.boxes import whole
+from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter
+from weightcached.loader.quantizers import quantizer
 from weightcached.loader.reading import requests, spans
 from weightcached.loader.slabs import SLAB_NBYTES, Read, reads_of, slabs
+from weightcached.protocol.quantization import Quantization
 
 
 def moves(read: Read) -> Iterator[tuple[int, int, int]]:
@@ -84,16 +86,51 @@ def test_a_large_copy_is_cut_into_slabs_of_two_mebibytes():
     assert [slab.reads[0].offset for slab in made] == [64 + n * SLAB_NBYTES for n in range(6)]
 
 
+def to_be_quantized(name: str, shape: tuple[int, ...], *, strided: bool = False) -> PlannedParameter:
+    """A float16 weight that all of one tensor becomes, or, ``strided``, its first columns."""
+    tensor = header("t", (*shape[:-1], shape[-1] + (10 if strided else 0)), "float16")
+    made = quantizer("p", shape, Quantization.named(name), dtype="float16")
+    copies = (Copy(tensor, whole(shape), whole(shape)),)
+    first = made.products[0]
+    return PlannedParameter(first.name, first.shape, first.dtype, "float16", copies, transform=made)
+
+
+def rows_of(parameter: PlannedParameter, slab_rows: int) -> list[tuple[int, int]]:
+    """(first row, rows) of each slab, when there is room for ``slab_rows``."""
+    columns = parameter.source_shape[-1]
+    made = list(slabs(parameter, slab_nbytes=columns * 2 * slab_rows))
+    assert all(slab.first % columns == slab.elements % columns == 0 for slab in made)
+    return [(slab.first // columns, slab.elements // columns) for slab in made]
+
+
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_row_is_never_cut_when_it_will_be_quantized(strided):
-    tensor = header("t", (5, 30), "float16")
-    box = Box((0, 0), (5, 20)) if strided else whole((5, 30))
-    parameter = PlannedParameter(
-        "p", box.shape, "float8_e4m3fn", "float16", (Copy(tensor, box, whole(box.shape)),), transform=QuantizeFp8("s")
-    )
-    columns = box.shape[1]
-    assert [slab.elements for slab in slabs(parameter, slab_nbytes=columns * 2 * 2)] == [columns * 2] * 2 + [columns]
-    assert [slab.elements for slab in slabs(parameter, slab_nbytes=7)] == [columns] * 5
+def test_rows_that_share_a_scale_are_never_parted(strided):
+    channels = to_be_quantized("fp8", (5, 24), strided=strided)
+    assert rows_of(channels, 2) == [(0, 2), (2, 2), (4, 1)]
+    assert rows_of(channels, 0) == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
+    blocks = to_be_quantized("fp8-block=4x8", (10, 24), strided=strided)
+    assert rows_of(blocks, 1) == [(0, 4), (4, 4), (8, 2)]
+    assert rows_of(blocks, 9) == [(0, 8), (8, 2)]
+    zero_points = to_be_quantized("int4-asym=8", (20, 24), strided=strided)
+    assert rows_of(zero_points, 3) == [(0, 8), (8, 8), (16, 4)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_no_slab_has_rows_of_two_matrices(strided):
+    stack = to_be_quantized("fp8-block=4x8", (3, 6, 24), strided=strided)
+    assert rows_of(stack, 100) == [(0, 6), (6, 6), (12, 6)]
+    assert rows_of(stack, 4) == [(0, 4), (4, 2), (6, 4), (10, 2), (12, 4), (16, 2)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_matrix_with_one_scale_is_read_whole_before_it_is_quantized(strided):
+    stack = to_be_quantized("fp8-tensor", (2, 6, 24), strided=strided)
+    made = list(slabs(stack, slab_nbytes=24 * 2 * 4))
+    assert [slab.step for slab in made] == (["measure"] * 2 + ["quantize"] * 2) * 2
+    assert [(slab.number, slab.first // 24, slab.elements // 24) for slab in made] == [
+        (2 * matrix + n, 6 * matrix + 4 * n, 4 - 2 * n) for matrix in range(2) for _ in range(2) for n in range(2)
+    ]
+    assert all(bool(slab.reads) == (slab.step == "measure") for slab in made)
 
 
 def test_a_transposed_matrix_is_never_cut_but_a_stack_of_them_is():
