@@ -222,7 +222,16 @@ def _origin(parameter: PlannedParameter) -> str:
         for copy in parameter.copies
     ]
     parts += [f"zeros {_index(box, parameter.source_shape)}" for box in parameter.zeros]
-    return " + ".join(parts) or "nothing"
+    return _repeated(parts) or "nothing"
+
+
+def _repeated(parts: Sequence[str]) -> str:
+    """``a + b``; ``(a + b) × 8`` where that stands eight times, as experts do."""
+    for period in range(1, len(parts) // 2 + 1):
+        times, left = divmod(len(parts), period)
+        if not left and list(parts) == list(parts[:period]) * times:
+            return f"({' + '.join(parts[:period])}) × {times}"
+    return " + ".join(parts)
 
 
 def _after(tensor: str, parameter: str) -> str:

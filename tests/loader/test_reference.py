@@ -10,6 +10,7 @@ import torch
 
 from tests.support.checkpoints import ORACLE, ORACLE_CASES, make_checkpoint, tiny_llama
 from tests.support.execution import load
+from tests.support.written import write
 from weightcached.loader import reference
 from weightcached.loader.reference import NotCompared, NotOnDisk, Reference
 from weightcached.protocol.config import build_config
@@ -60,6 +61,27 @@ def test_the_last_rank_is_what_the_loader_makes(tmp_path, options, model):
             assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{row.dtype}", row.shape), name
             assert raw(tensor) == outcome.data[name], name
         assert made.used == made.tensors
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("architecture", [*reference._GEMMA, "Olmo2ForCausalLM", "Phi3ForCausalLM"])
+def test_other_families(tmp_path, architecture, size):
+    options = {"pad_token_id": 0} if architecture == "Phi3ForCausalLM" else {}
+    directory = write(tmp_path, architecture, {**SIZES, **options})
+    options = {"layout": "fused", "tp_size": size, "tp_rank": size - 1}
+    outcome = load(directory, **options)
+    with Reference(directory, build_config(directory, **options)) as made:
+        assert {name: raw(made.parameter(name)) for name in outcome.rows} == dict(outcome.data)
 
 
 def test_what_it_has_no_rule_for_it_does_not_guess(tmp_path, monkeypatch):
