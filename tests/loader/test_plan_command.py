@@ -148,7 +148,7 @@ def huge(tmp_path_factory):
     return sparse_checkpoint(tmp_path_factory.mktemp("huge"), num_hidden_layers=11_111)
 
 
-@pytest.mark.parametrize("options", [{"layout": "hf"}, {"layout": "fused", "tp_size": 4, "quantization": "fp8"}])
+@pytest.mark.parametrize("options", [{"layout": "hf"}, {"layout": "fused", "tp_size": 4}])
 def test_100_000_tensors_are_opened_and_planned_within_two_seconds_of_processor_time(huge, options):
     config = build_config(huge, **{"tp_size": 1, "tp_rank": 0, **options})
 

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ SIZES = {
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("architecture", [*reference._GEMMA, "Olmo2ForCausalLM", "Phi3ForCausalLM"])
 def test_other_families(tmp_path, architecture, size):
-    options = {"pad_token_id": 0} if architecture == "Phi3ForCausalLM" else {}
-    directory = write(tmp_path, architecture, {**SIZES, **options})
-    options = {"layout": "fused", "tp_size": size, "tp_rank": size - 1}
+    more = {"pad_token_id": 0} if architecture == "Phi3ForCausalLM" else {}
+    directory = write(tmp_path, architecture, {**SIZES, **more})
+    options: dict[str, Any] = {"layout": "fused", "tp_size": size, "tp_rank": size - 1}
     outcome = load(directory, **options)
     with Reference(directory, build_config(directory, **options)) as made:
         assert {name: raw(made.parameter(name)) for name in outcome.rows} == dict(outcome.data)
