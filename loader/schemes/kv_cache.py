@@ -78,4 +78,4 @@ def _parameters(name: str, attentions: Collection[str]) -> list[str]:
 def _wanted(parameter: str, source: str, held: KvScale) -> Wanted:
     same_as = ((1,),) if held.shape == () else ((),)
     part = Part(source, held.shape, whole(held.shape), whole(held.shape), same_as=same_as)
-    return Wanted(parameter, held.shape, "replicated", (part,), dtype=held.dtype)
+    return Wanted(parameter, held.shape, "replicated", (part,), dtype=held.dtype, finite=True)

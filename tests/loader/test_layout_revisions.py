@@ -106,25 +106,25 @@ def test_a_family_s_rules_change_only_with_the_revision(architecture):
 
 
 PINNED_QUANTIZED = {
-    "fp8, one scale a tensor": "763a3b80fa087dcb",
-    "fp8, static inputs": "cbc7fb5578acb91c",
-    "fp8, blocks": "191d4ca2269dcb89",
-    "fp8, channels": "1e4aaf9832b2e3f4",
-    "fp8, channels in bfloat16": "dd1145b45e9946a2",
-    "compressed-tensors fp8, static": "cbc7fb5578acb91c",
-    "compressed-tensors fp8, blocks": "02c3dbeec62e758c",
-    "int8, channels": "3213b4a1c019c8cb",
-    "int8, static inputs with zero points": "da801ced59b1387d",
-    "int4, groups": "c8c7fb751977ac65",
-    "int4, groups with zero points": "67390fd1b48a80a3",
-    "int4, channels": "f1dde51857c376ae",
-    "int8 packed, groups": "86aa2f6c2cd8bd81",
-    "int4, activation order by group": "63f8da6fa609fae4",
-    "awq": "861d44e98d7e9003",
-    "gptq": "e7810cad2c1a2bbd",
-    "gptq without g_idx": "e7810cad2c1a2bbd",
-    "gptq of 8 bits, one group": "7d5bbe630b7b7bb4",
-    "gptq, activation order": "f2d3a22822525819",
+    "fp8, one scale a tensor": "0a86834318acfab7",
+    "fp8, static inputs": "9e3cfd349f39794b",
+    "fp8, blocks": "18989187c3215fee",
+    "fp8, channels": "9b0de7ed30d560ea",
+    "fp8, channels in bfloat16": "c131350a78ff600b",
+    "compressed-tensors fp8, static": "9e3cfd349f39794b",
+    "compressed-tensors fp8, blocks": "1ef36350e5688b15",
+    "int8, channels": "ae8d2497b4c22385",
+    "int8, static inputs with zero points": "d71d5ad637d5fc89",
+    "int4, groups": "a4e82fe8313a3aee",
+    "int4, groups with zero points": "17434057673b753d",
+    "int4, channels": "c42d3194dec8d2f4",
+    "int8 packed, groups": "a3a8a00abcb34bb7",
+    "int4, activation order by group": "12d7b5cce8549390",
+    "awq": "3535e745f8f0b5b1",
+    "gptq": "574a9aa8837834ca",
+    "gptq without g_idx": "574a9aa8837834ca",
+    "gptq of 8 bits, one group": "576fc19b320eda69",
+    "gptq, activation order": "5eab6711dcd00ddc",
 }
 """Ways in which checkpoints are quantized already, each with a digest of its own."""
 
@@ -169,8 +169,8 @@ def box(value: Box) -> list:
 
 def transform(parameter: PlannedParameter) -> list:
     match parameter.transform:
-        case Cast(dtype):
-            return ["cast", dtype]
+        case Cast(dtype, finite):
+            return ["cast", dtype, *(["finite"] if finite else [])]
         case Quantize(method, shape, products):
             return [method.spelled, shape, [[one.name, one.shape, one.dtype, one.rows] for one in products]]
     return []

@@ -18,6 +18,7 @@ from tests.support.quantized import (
 )
 from tests.support.quantized_cases import CASES, CHANNEL, FP8, INT8, PACKED, compressed, gptq, weights
 from weightcached.protocol.errors import (
+    CheckpointError,
     MissingTensor,
     ModelConfigError,
     ShapeMismatch,
@@ -253,3 +254,40 @@ def test_settings_that_are_not_supported_are_named_with_what_is(tmp_path, quanti
         load(write(tmp_path, tensors_of(config, ()), config), layout="fused", tp_size=1, tp_rank=0)
     if error is UnsupportedModel:
         assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("fp8, one scale a tensor", "model.layers.0.mlp.up_proj.weight_scale"),
+        ("fp8, static inputs", "model.layers.0.self_attn.v_proj.input_scale"),
+        ("fp8, blocks", "model.layers.0.self_attn.k_proj.weight_scale_inv"),
+        ("fp8, channels in bfloat16", "model.layers.0.mlp.down_proj.weight_scale"),
+        ("awq", "model.layers.0.self_attn.q_proj.scales"),
+        ("int4, groups", "model.layers.0.mlp.gate_proj.weight_scale"),
+        ("fp8, one scale a tensor", "model.layers.0.self_attn.k_scale"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path, case, name, bad):
+    quantization, scheme = CASES[case]
+    config = config_of(quantization, num_hidden_layers=1)
+    tensors = {"model.layers.0.self_attn.k_scale": torch.ones(())} if name.endswith("k_scale") else {}
+    tensors |= tensors_of(config, scheme)
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[-1] = bad
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0)
+    assert name in caught.value.message
+    assert "model.safetensors" in caught.value.message
+
+
+def test_a_scale_too_large_for_the_dtype_that_is_asked_for(tmp_path):
+    quantization, scheme = CASES["int4, groups"]
+    config = config_of(quantization, num_hidden_layers=1)
+    tensors = tensors_of(config, scheme)
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name] * 1e6
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, dtype="float16")
+    assert caught.value.found == "inf as float16"
