@@ -1,10 +1,13 @@
 """Checkpoints that are quantized already: every rank of every scheme against plain slicing of whole tensors."""
 
+import re
+
 import pytest
 import torch
 
 from tests.support.execution import load
 from tests.support.quantized import (
+    FUSED,
     Stored,
     bits,
     config_of,
@@ -291,3 +294,25 @@ def test_a_scale_too_large_for_the_dtype_that_is_asked_for(tmp_path):
     with pytest.raises(CheckpointError, match="not finite") as caught:
         load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, dtype="float16")
     assert caught.value.found == "inf as float16"
+
+
+@pytest.mark.parametrize("case", ["fp8, static inputs", "fp8, blocks", "awq", "gptq, activation order", "int4, groups"])
+def test_parts_that_are_one_tensor_on_disk_are_cut_each_on_its_own(tmp_path, case):
+    """Phi-3: as Llama's, once its fused tensors are split by the sizes of the whole; a scalar is every part's."""
+    quantization, scheme = CASES[case]
+    config = config_of(quantization, architecture="Phi3ForCausalLM", num_hidden_layers=1)
+    apart, at = tensors_of(config, scheme), "model.layers.0"
+    fused = {name: tensor for name, tensor in apart.items() if not re.search(r"\.(q|k|v|gate|up)_proj\.", name)}
+    for layer in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        for stored in scheme:
+            names = [f"{at}.{part}.{stored.suffix}" for part in FUSED[layer]]
+            whole = apart[names[-1]] if stored.outputs is None else torch.cat([apart[n] for n in names], stored.outputs)
+            fused[f"{at}.{layer}.{stored.suffix}"] = whole
+            apart |= dict.fromkeys(names, whole) if stored.outputs is None else {}
+    directory = write(tmp_path, fused, config)
+    for rank in range(2):
+        got = loaded(load(directory, layout="fused", tp_size=2, tp_rank=rank))
+        for layer in FUSED:
+            for stored in scheme:
+                name = f"{at}.{layer}.{stored.suffix}"
+                require_equal(got[name], held(apart, stored, f"{at}.{layer}", rank, 2), name)
