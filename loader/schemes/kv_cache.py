@@ -35,7 +35,7 @@ _ZERO_POINT = re.compile(r"(?P<attention>.+?)(?:\.attn)?\.[qkv]_zero_point")
 
 
 def kv_scales(names: Iterable[str], attentions: Mapping[str, str], held: KvScale) -> list[Wanted]:
-    """The scales among ``names`` (of checkpoint tensors), in order. ``attentions``: the checkpoint's name → the engine's.
+    """The scales among ``names`` (of tensors), in order. ``attentions``: the checkpoint's name → the engine's.
 
     Raises UnexpectedTensor when a scale is there twice, under two spellings.
     """
