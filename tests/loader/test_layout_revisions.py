@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_config
-from tests.support.plans import plan
+from tests.support.plans import headers, plan
+from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.boxes import Box
 from weightcached.loader.layout import Placed, place
 from weightcached.loader.plan import Cast, PlannedParameter, Quantize
@@ -54,6 +56,50 @@ def test_rules_change_only_with_their_revision(layout):
     assert digest == PINNED[layout, revision], (
         f"the rules of layout {layout!r} are not those of revision {revision} any more: raise "
         f"LAYOUT_REVISIONS[{layout!r}] to {revision + 1} in protocol/config.py, and pin {digest} for it here"
+    )
+
+
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "vocab_size": 100}
+FAMILIES = {
+    "BertModel": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForSequenceClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForTokenClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "GemmaForCausalLM": tiny_config(tie_word_embeddings=None),
+    "Gemma2ForCausalLM": tiny_config(tie_word_embeddings=None, attention_bias=True),
+    "Gemma3ForCausalLM": tiny_config(tie_word_embeddings=None),
+    "GPT2LMHeadModel": GPT2,
+    "Olmo2ForCausalLM": tiny_config(),
+    "Phi3ForCausalLM": tiny_config(tie_word_embeddings=True),
+}
+"""Families that came later, each with a digest of its own: another one does not change those that are there."""
+
+PINNED_FAMILIES = {
+    "BertModel": "3a8377e1359e4e6d",
+    "BertForSequenceClassification": "84c92a27c56932df",
+    "BertForTokenClassification": "c1bb09af504974b9",
+    "GemmaForCausalLM": "462b5578d23f3a21",
+    "Gemma2ForCausalLM": "136221d059aeea82",
+    "Gemma3ForCausalLM": "2293f99cca7df3d0",
+    "GPT2LMHeadModel": "e0f04e8aba7fcbd7",
+    "Olmo2ForCausalLM": "04bec99ebd0c13b8",
+    "Phi3ForCausalLM": "b2bb7ffdf73cc4b4",
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_family_s_rules_change_only_with_the_revision(architecture):
+    model = {**FAMILIES[architecture], "architectures": [architecture]}
+    table = ARCHITECTURES[architecture]
+    wanted = table.wanted(table.shape_of(model), Rank(1, 0))
+    tensors = headers({part.source: part.shape for one in wanted for part in one.parts})
+    described = [
+        [describe(placed) for placed in place(plan(model, tensors, tp_size=size, tp_rank=size - 1)).placed]
+        for size in (1, 2, 4)
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_FAMILIES.get(architecture) == digest, (
+        f"the rules of {architecture} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
     )
 
 
