@@ -279,10 +279,9 @@ class Acquiring:
             lambda: build_config(
                 model_dir,
                 layout=options.layout,
-                tp_size=options.tp_size,
-                tp_rank=options.tp_rank,
                 dtype=options.dtype,
                 quantization=options.quantization,
+                **options.parallel.model_dump(),
             )
         )
 

@@ -19,9 +19,7 @@ from weightcached.daemon.state_record import GenerationRecord
 from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
     CacheConfig,
-    Parallel,
     Provenance,
-    Quantization,
     explain_differences,
 )
 from weightcached.protocol.errors import ConfigurationError, TransferError
@@ -29,6 +27,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts
+from weightcached.protocol.quantization import Quantization
 
 _FIELDS_SHOWN = 8
 _UNKNOWN_RECEIPTS = CheckpointReceipts("0" * 64, trusted=False, rule="the record of the files' receipts was lost")
@@ -175,7 +174,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
         update={
             "layout": options.layout,
             "layout_revision": LAYOUT_REVISIONS[options.layout],
-            "parallel": Parallel(tp_size=options.tp_size, tp_rank=options.tp_rank).model_dump(),
+            "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
         }

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, user_id
-from weightcached.protocol.config import LAYOUT_REVISIONS
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.command_line import Parser, group_id, quantization, user_id
+from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
+from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
+from weightcached.protocol.quantization import SPELLINGS
+from weightcached.protocol.ranks import KINDS, device_of, rank_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,7 @@ class ServeOptions:
 
     model: str
     """A directory, or a hub id."""
-    tp_size: int
-    tp_rank: int
+    parallel: Parallel
     layout: str
     dtype: str
     quantization: str
@@ -67,12 +67,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What to load, and how; everything but the rank."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
-    group.add_argument("--tp-size", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    for kind, called in KINDS.items():
+        group.add_argument(f"--{kind}-size", type=positive, default=1, metavar="N", help=f"{called} ranks (default: 1)")
+    group.add_argument(
+        "--expert-placement",
+        choices=("linear", "round_robin"),
+        default="linear",
+        help="of experts on expert-parallel ranks (default: linear)",
+    )
     group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
     group.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
     )
-    group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    group.add_argument(
+        "--quantization",
+        type=quantization,
+        default="none",
+        metavar="METHOD",
+        help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
+    )
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
     group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     group.add_argument(
@@ -93,16 +106,16 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
     )
-    group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=positive, default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=_positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=positive, default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=_positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=positive, default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=_positive,
+        type=positive,
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -133,10 +146,11 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         "64 bad options; 70 a bug. A load that fails does not end the daemon: it answers with the reason.",
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
-    )
-    parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
+    for kind in KINDS:
+        parser.add_argument(
+            f"--{kind}-rank", type=int, metavar="R", help=f"this daemon's rank; required when --{kind}-size is over 1"
+        )
+    parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
@@ -144,23 +158,18 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
-    if given.tp_rank is None and given.tp_size > 1:
-        raise InvalidOption(
-            "--tp-rank is required when --tp-size is over 1: a rank that is guessed loads the wrong shard",
-            expected=f"0 to {given.tp_size - 1}",
-        )
-    tp_rank = 0 if given.tp_rank is None else given.tp_rank
+    ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
+    parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
     return ServeOptions(
         model=given.model,
-        tp_size=given.tp_size,
-        tp_rank=tp_rank,
+        parallel=parallel,
         layout=given.layout,
         dtype=given.dtype,
         quantization=given.quantization,
         place=Place(
             runtime_directory(given.runtime_dir),
             given.name or DEFAULT_NAME,
-            host_device(tp_size=given.tp_size, tp_rank=tp_rank),
+            device_of(parallel),
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
@@ -177,6 +186,11 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         log_level=given.log_level,
         parent_pid=given.parent_pid,
     )
+
+
+def sizes(given: argparse.Namespace) -> dict[str, int]:
+    """How many ranks there are of each kind."""
+    return {kind: getattr(given, f"{kind}_size") for kind in KINDS}
 
 
 def allow_list(given: argparse.Namespace) -> AllowList:
@@ -196,7 +210,7 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1 is expected")

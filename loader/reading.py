@@ -14,6 +14,9 @@ from weightcached.loader.planned import LoadPlan, PartKind, PlannedParameter
 from weightcached.loader.slabs import Read, Slab, reads_of
 from weightcached.protocol.errors import CheckpointError, TruncatedFile
 
+BAND_NBYTES = 128 << 10
+"""Of so many bytes of rows at a time columns are made: few enough rows that what is written stays in a core's cache."""
+
 ALONE_NBYTES = 64 << 10
 """Ranges of at least this size are read alone; smaller ones together with the gaps between them."""
 
@@ -61,7 +64,27 @@ class Reader:
         for zeros in slab.zeros:
             for number in range(zeros.count):
                 _zero(buffer, zeros.offset + number * zeros.pitch, zeros.length)
-        return sum(self._read(read, buffer) for read in slab.reads)
+        return sum(
+            self._read_columns(read, buffer, read.column_itemsize) if read.column_itemsize else self._read(read, buffer)
+            for read in slab.reads
+        )
+
+    def _read_columns(self, read: Read, buffer: memoryview, itemsize: int) -> int:
+        """Read some rows after the other and write each band of them as columns."""
+        import numpy as np
+
+        dtype, elements = np.dtype(f"u{itemsize}"), read.length // itemsize
+        band_rows = min(read.ranges, max(1, BAND_NBYTES // read.length))
+        scratch = bytearray(band_rows * read.length)
+        done = 0
+        for first in range(0, read.ranges, band_rows):
+            count = min(band_rows, read.ranges - first)
+            done += self._read(read.band(first, count), memoryview(scratch))
+            rows = np.ndarray((count, elements), dtype, scratch)
+            target = read.target + first * itemsize
+            columns: np.ndarray = np.ndarray((elements, count), dtype, buffer, target, (read.target_pitch, itemsize))
+            columns[...] = rows.T
+        return done
 
     def _read(self, read: Read, buffer: memoryview) -> int:
         fd = self._files[read.tensor.file]

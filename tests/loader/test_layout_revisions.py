@@ -14,12 +14,12 @@ from tests.support.checkpoints import tiny_config
 from tests.support.plans import plan
 from weightcached.loader.boxes import Box
 from weightcached.loader.layout import Placed, place
-from weightcached.loader.plan import Cast, PlannedParameter, QuantizeFp8
+from weightcached.loader.plan import Cast, PlannedParameter, Quantize
 from weightcached.protocol.config import LAYOUT_REVISIONS
 
 PINNED = {
     ("hf", 1): "8d52223dbc1ea59e040b19007a6cb8b4c16f6f3a22a0707e5e8efd5e900f9f3b",
-    ("fused", 1): "f21030d58d04cab5a538c9a5348dcc266a71ab017fb527e1ec2debb02e92725e",
+    ("fused", 1): "9b7fa93726ccda94584b0fbca940666ee50d1c7ee22e1934e591031a959de6dd",
 }
 
 MODELS = {
@@ -29,13 +29,15 @@ MODELS = {
     "qwen2": tiny_config(architecture="Qwen2ForCausalLM", num_key_value_heads=1),
     "qwen3": tiny_config(architecture="Qwen3ForCausalLM", head_dim=6, vocab_size=64),
 }
+QUANTIZATIONS = ("fp8-tensor", "fp8-block=16x24", "int8", "int4=8", "int4-asym=8")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "hf": [{}, {"dtype": "float32"}],
     "fused": [
         {"tp_size": size, "tp_rank": rank, **more}
         for size, rank in ((1, 0), (2, 1), (4, 2))
         for more in ({}, {"dtype": "float16"}, {"quantization": "fp8"})
-    ],
+    ]
+    + [{"quantization": name} for name in QUANTIZATIONS],
 }
 
 
@@ -60,7 +62,10 @@ def describe(placed: Placed) -> list:
     parameter = placed.parameter
     return [
         [placed.offset, placed.nbytes, parameter.name, parameter.shape, parameter.dtype, parameter.source_dtype],
-        [[copy.tensor.name, box(copy.source), box(copy.destination)] for copy in parameter.copies],
+        [
+            [copy.tensor.name, box(copy.source), box(copy.destination), *(["transposed"] if copy.transposed else [])]
+            for copy in parameter.copies
+        ],
         [box(zeros) for zeros in parameter.zeros],
         transform(parameter),
         [parameter.alias_of, parameter.produced_by, parameter.kind, parameter.persistent],
@@ -73,9 +78,8 @@ def box(value: Box) -> list:
 
 def transform(parameter: PlannedParameter) -> list:
     match parameter.transform:
-        case None:
-            return []
         case Cast(dtype):
             return ["cast", dtype]
-        case QuantizeFp8(scale):
-            return ["fp8", scale]
+        case Quantize(method, shape, products):
+            return [method.spelled, shape, [[one.name, one.shape, one.dtype, one.rows] for one in products]]
+    return []
