@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from weightcached.daemon.address import Address
 from weightcached.protocol.command_line import Parser
@@ -19,6 +20,7 @@ from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
 from weightcached.protocol.shard_options import add_shard_arguments, positive, sizes
+from weightcached.protocol.worker_messages import LoadStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class ServeOptions:
     allowed: AllowList
     cache_dir: Path | None
     snapshot: Path | None
+    load_strategy: LoadStrategy
     trusted_filesystems: tuple[str, ...]
     drain_timeout_s: float
     exchange_timeout_s: float
@@ -60,6 +63,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--snapshot",
         metavar="DIR",
         help="load what `weightcached snapshot save` wrote there; of the model only config.json has to be there",
+    )
+    group.add_argument(
+        "--load-strategy",
+        choices=get_args(LoadStrategy),
+        default="auto",
+        help="how files are read: through the page cache (read), the same for files far away (prefetch), past it\n"
+        "(direct), or from a mapping (mmap); the log says what auto has chosen, and why (default: auto)",
     )
     group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     group.add_argument(
@@ -148,6 +158,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
         snapshot=Path(given.snapshot).absolute() if given.snapshot is not None else None,
+        load_strategy=given.load_strategy,
         trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
