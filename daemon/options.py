@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, user_id
+from weightcached.protocol.command_line import Parser, group_id, positive_seconds, user_id
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
@@ -88,10 +88,18 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """Limits and logs of a daemon. At its limits, used by hostile clients, a keeper still fits into 64 MiB."""
     group = parser.add_argument_group("running")
     group.add_argument(
-        "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
+        "--drain-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for exchanges under way at SIGTERM (default: 10)",
     )
     group.add_argument(
-        "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
+        "--exchange-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for one request, and for one reply (default: 10)",
     )
     group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
     group.add_argument(
@@ -121,7 +129,9 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-allow-remote", action="store_true", help="let that address be one that other hosts can reach"
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
 
 
 def parse_serve(argv: list[str]) -> ServeOptions:
@@ -200,11 +210,4 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
     return value
