@@ -21,7 +21,7 @@ from weightcached.daemon import log as logs
 from weightcached.daemon.address import Address
 from weightcached.daemon.http import HttpServer
 from weightcached.daemon.mapped import unexplained
-from weightcached.daemon.options import add_place_arguments, allow_list
+from weightcached.daemon.options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.daemon.pages import Snapshot
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.seen import Seen, collect
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         description="Serve /metrics, /healthz, /readyz and /status.json for every daemon of a runtime directory.",
         epilog="exit codes: 0 stopped by a signal; 1 the address cannot be had; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ALL)
     parser.add_argument("--listen", default="127.0.0.1:9410", metavar="IP:PORT", help="default: 127.0.0.1:9410")
     parser.add_argument("--allow-remote", action="store_true", help="let other hosts reach that address")
     parser.add_argument(

@@ -48,15 +48,27 @@ class ServeOptions:
     parent_pid: int | None
 
 
-def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has."""
+NAME_OF_ONE = f"tells several daemons of a directory apart (default: {DEFAULT_NAME})"
+NAME_OF_SOME = f"those of this name only (default: every name; with --tp-size: {DEFAULT_NAME})"
+NAME_OF_ALL = "those of this name only (default: every name)"
+
+
+def add_place_arguments(parser: argparse.ArgumentParser, *, name: str) -> None:
+    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has. What a name
+    means differs: ``name`` is its help.
+    """
     group = parser.add_argument_group("place")
     group.add_argument(
         "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
     )
-    group.add_argument("--name", help=f"tells several daemons of a directory apart (default: {DEFAULT_NAME})")
+    group.add_argument("--name", help=name)
     group.add_argument(
-        "--allow-uid", metavar="USER", type=user_id, action="append", default=[], help="trust this user (repeatable)"
+        "--allow-uid",
+        metavar="USER",
+        type=user_id,
+        action="append",
+        default=[],
+        help="trust this user, beside root and this one (repeatable)",
     )
     group.add_argument(
         "--allow-gid", metavar="GROUP", type=group_id, action="append", default=[], help="and this group (repeatable)"
@@ -74,7 +86,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
-    group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
+    group.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where content digests are remembered (default: as `weightcached digest --help` says)",
+    )
     group.add_argument(
         "--trust-filesystem",
         metavar="TYPE",
@@ -147,7 +163,7 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
     )
     parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
-from weightcached.daemon.options import add_place_arguments, allow_list
+from weightcached.daemon.options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.daemon.text import binary_size, one_line
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
 from weightcached.protocol.deadline import Deadline
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
         "directory (with --name: of that name). Daemons end; engines keep what they have mapped.",
         epilog="exit codes: 0 given up, or nothing was there; 1 something could not be given up; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_SOME)
     parser.add_argument("--tp-size", type=whole_number(1), metavar="N", help="this model's ranks")
     parser.add_argument("--tp-rank", type=whole_number(0), metavar="R", help="this rank only")
     parser.add_argument(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from weightcached.daemon.leases import DETACHED_AFTER_S
-from weightcached.daemon.options import add_place_arguments, allow_list
+from weightcached.daemon.options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 all are ready; 1 some are not ready yet; 2 some failed, are stopping, or do not answer;\n"
         "3 there are none; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ALL)
     parser.add_argument("--json", action="store_true", help="everything that is known, as one JSON document")
     parser.add_argument(
         "--timeout", type=positive_seconds, default=5.0, metavar="S", help="for each daemon's answer (default: 5)"

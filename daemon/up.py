@@ -20,6 +20,7 @@ import uvloop
 
 from weightcached.daemon.address import Address
 from weightcached.daemon.options import (
+    NAME_OF_ONE,
     add_model_arguments,
     add_place_arguments,
     add_running_arguments,
@@ -37,13 +38,13 @@ def main(argv: list[str]) -> int:
     """Run all ranks until a signal; 0 when every rank then stopped cleanly, 1 otherwise."""
     parser = Parser(
         prog="weightcached up",
-        description="Serve all tensor-parallel ranks of a model on this host, in the foreground,\n"
-        "until SIGTERM or Ctrl-C. Takes the options of `weightcached serve`, but the rank. Rank 0 serves metrics\n"
-        "at --metrics-address, each other rank at the port that is its rank further.",
+        description="Serve all tensor-parallel ranks of a model on this host, in the foreground, until SIGTERM or\n"
+        "Ctrl-C. Each rank is supervised: one that dies is started again, with its weights. Takes the options\n"
+        "of `weightcached serve`, but the rank. Rank R serves metrics at the port of --metrics-address plus R.",
         epilog="exit codes: 0 all ranks stopped as they were told; 1 a rank ended by itself or badly; 64 bad options",
     )
     add_model_arguments(parser)
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     given = parser.parse_args(argv)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.options import add_place_arguments, allow_list
+from weightcached.daemon.options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
@@ -114,12 +114,12 @@ def main(argv: list[str]) -> int:
     """Wait, and return the exit code."""
     parser = Parser(
         prog="weightcached wait",
-        description="Return when every place is ready: those of --tp-size and --tp-rank, or else all\n"
-        "that have a socket, and at least one.",
+        description="Return when every place is ready: those of --tp-size and --tp-rank, or else all that\n"
+        "have a socket, and at least one. Say --tp-size where several ranks are only just being started.",
         epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
     )
     parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_SOME)
     parser.add_argument(
         "--tp-size", type=whole_number(1), metavar="N", help="wait for this model's ranks, whether started or not"
     )

@@ -66,12 +66,12 @@ def parse(argv: Sequence[str]) -> EngineOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="weightcached engine",
-        description="A small engine on Transformers: text from decoders, embeddings from encoders. "
-        "With --prompt it answers and ends; with --port (or neither) it serves HTTP on loopback.",
+        description="A small engine on Transformers: text from decoders, embeddings from encoders. With --prompt it\n"
+        "answers and ends; with --port (or neither) it serves HTTP on loopback.",
         epilog=EXIT_CODES,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help="a checkpoint directory, or a hub id")
+    add("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add(
         "--weight-cache-mode",
         dest="mode",
