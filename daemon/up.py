@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
         description="Serve all tensor-parallel ranks of a model on this host, in the foreground, until SIGTERM or\n"
         "Ctrl-C. Each rank is supervised: one that dies is started again, with its weights. Takes the options\n"
         "of `weightcached serve`, but the rank. Rank R serves metrics at the port of --metrics-address plus R.",
-        epilog="exit codes: 0 all ranks stopped as they were told; 1 a rank ended by itself or badly; 64 bad options",
+        epilog="exit codes: 0 all ranks stopped by a signal to this command; 1 a rank ended otherwise (by\n"
+        "`release`, too) or badly, which stops the others; 64 bad options",
     )
     add_model_arguments(parser)
     add_place_arguments(parser, name=NAME_OF_ONE)
