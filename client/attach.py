@@ -35,7 +35,8 @@ from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Grant
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory, sockets_near
+from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory, sockets_near
+from weightcached.protocol.ranks import device_of, rank_of
 
 logger = logging.getLogger("weightcached.client")
 
@@ -76,6 +77,11 @@ def attach(
     layout: str = "hf",
     tp_size: int = 1,
     tp_rank: int | None = None,
+    pp_size: int = 1,
+    pp_rank: int | None = None,
+    ep_size: int = 1,
+    ep_rank: int | None = None,
+    expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
     name: str = DEFAULT_NAME,
@@ -97,10 +103,12 @@ def attach(
     ``timeout_s``.
 
     ``mode``: ``client`` loads from disk when the place is absent, and only then; ``require`` raises DaemonAbsent
-    instead; ``off`` always loads from disk. ``layout``, ``tp_size``, ``tp_rank``, ``dtype`` and ``quantization`` must
-    be the daemon's. ``want`` is ``checkpoint`` (exactly the content of ``model``), ``current`` (whatever the daemon
-    has committed), or a version. ``digest`` states the content's digest and stands instead of files that cannot be
-    seen.
+    instead; ``off`` always loads from disk. ``layout``, sizes and ranks of the parallel kinds (tensor, pipeline,
+    expert), ``expert_placement`` (``linear`` or ``round_robin``), ``dtype`` and ``quantization`` must be the daemon's.
+    An expert rank is a device of a pipeline stage: ``ep_rank`` modulo ``tp_size`` is ``tp_rank``.
+
+    ``want`` is ``checkpoint`` (exactly the content of ``model``), ``current`` (whatever the daemon has committed), or a
+    version. ``digest`` states the content's digest and stands instead of files that cannot be seen.
 
     An absent socket is waited for up to ``wait_for_daemon_s``. ``cache_dir`` is where digests are remembered.
     ``allow_uids`` and ``allow_gids`` are trusted beside root and ourselves, ``trusted_filesystems`` beside the known
@@ -116,8 +124,12 @@ def attach(
     """
     if mode not in get_args(Mode):
         raise InvalidOption("unknown mode", expected=" or ".join(get_args(Mode)), found=mode)
-    rank = options.checked_rank(tp_rank, tp_size)
-    place = Place(runtime_directory(runtime_dir), name, host_device(tp_size=tp_size, tp_rank=rank))
+    parallel = rank_of(
+        {"tp": tp_size, "pp": pp_size, "ep": ep_size},
+        {"tp": tp_rank, "pp": pp_rank, "ep": ep_rank},
+        placement=expert_placement,
+    )
+    place = Place(runtime_directory(runtime_dir), name, device_of(parallel))
     timeout_s = options.checked_seconds("timeout_s", timeout_s)
     wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
     terms = _Terms(
@@ -130,7 +142,7 @@ def attach(
     model_dir = resolve(model)
     wanted = Wanted(
         model_dir,
-        build_config(model_dir, layout=layout, tp_size=tp_size, tp_rank=rank, dtype=dtype, quantization=quantization),
+        build_config(model_dir, layout=layout, dtype=dtype, quantization=quantization, **parallel.model_dump()),
         want,
         options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),

@@ -15,17 +15,6 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 _LONGEST_HEARTBEAT_S = 24 * 3600.0
 
 
-def checked_rank(tp_rank: int | None, tp_size: int) -> int:
-    """A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right."""
-    if tp_rank is not None:
-        return tp_rank
-    if tp_size != 1:
-        raise InvalidOption(
-            "tp_rank is missing", expected=f"0 to {tp_size - 1}", found="none", next_step="pass this process's rank"
-        )
-    return 0
-
-
 def checked_digest(digest: str | None, want: str) -> str | None:
     if digest is None:
         return None

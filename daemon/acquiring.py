@@ -255,6 +255,7 @@ class Acquiring:
             provenance=provenance,
             trusted_filesystems=options.trusted_filesystems,
             known_digest=lambda receipts: remembered(receipts, options.cache_dir),
+            snapshot=options.snapshot,
         )
 
     async def _origin(self) -> Origin:
@@ -279,10 +280,9 @@ class Acquiring:
             lambda: build_config(
                 model_dir,
                 layout=options.layout,
-                tp_size=options.tp_size,
-                tp_rank=options.tp_rank,
                 dtype=options.dtype,
                 quantization=options.quantization,
+                **options.parallel.model_dump(),
             )
         )
 

@@ -19,9 +19,7 @@ from weightcached.daemon.state_record import GenerationRecord
 from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
     CacheConfig,
-    Parallel,
     Provenance,
-    Quantization,
     explain_differences,
 )
 from weightcached.protocol.errors import ConfigurationError, TransferError
@@ -29,9 +27,10 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts
+from weightcached.protocol.quantization import Quantization
 
 _FIELDS_SHOWN = 8
-_UNKNOWN_RECEIPTS = CheckpointReceipts("0" * 64, trusted=False, rule="the record of the files' receipts was lost")
+_UNKNOWN_RECEIPTS = CheckpointReceipts.unknown("the record of the files' receipts was lost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +79,7 @@ class Whole:
             segments_nbytes=meta.segments_nbytes,
             resident_nbytes=record.resident_nbytes if record is not None else sum(meta.segments_nbytes),
             bytes_read=meta.bytes_read,
+            bytes_kept=meta.bytes_kept,
             accounting=record.accounting if record is not None else _NOT_COUNTED,
             receipts=self.receipts,
             receipts_version=meta.receipts_version,
@@ -175,7 +175,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
         update={
             "layout": options.layout,
             "layout_revision": LAYOUT_REVISIONS[options.layout],
-            "parallel": Parallel(tp_size=options.tp_size, tp_rank=options.tp_rank).model_dump(),
+            "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
         }

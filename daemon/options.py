@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, positive_seconds, user_id
-from weightcached.protocol.config import LAYOUT_REVISIONS
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.command_line import Parser, positive_seconds, whole_number
+from weightcached.protocol.config import Parallel
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, runtime_directory
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
+from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
+from weightcached.protocol.ranks import KINDS, device_of, rank_of
+from weightcached.protocol.shard_options import add_shard_arguments, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +27,14 @@ class ServeOptions:
 
     model: str
     """A directory, or a hub id."""
-    tp_size: int
-    tp_rank: int
+    parallel: Parallel
     layout: str
     dtype: str
     quantization: str
     place: Place
     allowed: AllowList
     cache_dir: Path | None
+    snapshot: Path | None
     trusted_filesystems: tuple[str, ...]
     drain_timeout_s: float
     exchange_timeout_s: float
@@ -48,44 +50,17 @@ class ServeOptions:
     parent_pid: int | None
 
 
-NAME_OF_ONE = f"tells several daemons of a directory apart (default: {DEFAULT_NAME})"
-NAME_OF_SOME = f"those of this name only (default: every name; with --tp-size: {DEFAULT_NAME})"
-NAME_OF_ALL = "those of this name only (default: every name)"
-
-
-def add_place_arguments(parser: argparse.ArgumentParser, *, name: str) -> None:
-    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has. What a name
-    means differs: ``name`` is its help.
-    """
-    group = parser.add_argument_group("place")
-    group.add_argument(
-        "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
-    )
-    group.add_argument("--name", help=name)
-    group.add_argument(
-        "--allow-uid",
-        metavar="USER",
-        type=user_id,
-        action="append",
-        default=[],
-        help="trust this user, beside root and this one (repeatable)",
-    )
-    group.add_argument(
-        "--allow-gid", metavar="GROUP", type=group_id, action="append", default=[], help="and this group (repeatable)"
-    )
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What to load, and how; everything but the rank."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
-    group.add_argument("--tp-size", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
-    group.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
-    )
-    group.add_argument("--quantization", choices=("none", "fp8"), default="none", help="default: none")
+    add_shard_arguments(group)
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
+    group.add_argument(
+        "--snapshot",
+        metavar="DIR",
+        help="load what `weightcached snapshot save` wrote there; of the model only config.json has to be there",
+    )
     group.add_argument(
         "--cache-dir",
         metavar="DIR",
@@ -117,16 +92,16 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for one request, and for one reply (default: 10)",
     )
-    group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=whole_number(1), default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=_positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=whole_number(1), default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=_positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=whole_number(1), default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=_positive,
+        type=whole_number(1),
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -159,10 +134,11 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         "64 bad options; 70 a bug. A load that fails does not end the daemon: it answers with the reason.",
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
-    )
-    parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
+    for kind in KINDS:
+        parser.add_argument(
+            f"--{kind}-rank", type=int, metavar="R", help=f"this daemon's rank; required when --{kind}-size is over 1"
+        )
+    parser.add_argument("--parent-pid", type=whole_number(1), help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
@@ -170,26 +146,22 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
-    if given.tp_rank is None and given.tp_size > 1:
-        raise InvalidOption(
-            "--tp-rank is required when --tp-size is over 1: a rank that is guessed loads the wrong shard",
-            expected=f"0 to {given.tp_size - 1}",
-        )
-    tp_rank = 0 if given.tp_rank is None else given.tp_rank
+    ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
+    parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
     return ServeOptions(
         model=given.model,
-        tp_size=given.tp_size,
-        tp_rank=tp_rank,
+        parallel=parallel,
         layout=given.layout,
         dtype=given.dtype,
         quantization=given.quantization,
         place=Place(
             runtime_directory(given.runtime_dir),
             given.name or DEFAULT_NAME,
-            host_device(tp_size=given.tp_size, tp_rank=tp_rank),
+            device_of(parallel),
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
+        snapshot=Path(given.snapshot).absolute() if given.snapshot is not None else None,
         trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
@@ -205,11 +177,6 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
     )
 
 
-def allow_list(given: argparse.Namespace) -> AllowList:
-    """Who is trusted beside root and ourselves."""
-    return AllowList(frozenset(given.allow_uid), frozenset(given.allow_gid))
-
-
 def metrics_address(given: argparse.Namespace) -> Address | None:
     """Where to serve metrics; ``None`` for nowhere. Raises InvalidOption."""
     if given.metrics_address is None:
@@ -220,10 +187,3 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
         remote_option="--metrics-allow-remote",
         allow_remote=given.metrics_allow_remote,
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
-from weightcached.daemon.options import NAME_OF_SOME, add_place_arguments, allow_list
+from weightcached.daemon.named_places import add_rank_arguments, named_places
 from weightcached.daemon.text import binary_size, one_line
-from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -31,7 +31,8 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.messages import Release, Released
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, places_in, runtime_directory
+from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
+from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.02
 
@@ -99,27 +100,21 @@ def _remove(place: Place, allowed: AllowList) -> Outcome:
     return Outcome(place, f"removed the socket file; {_NO_DAEMON}" if removed else "somebody removed the socket file")
 
 
-def _places(runtime_dir: Path, name: str | None, tp_size: int | None, tp_rank: int | None) -> Sequence[Place]:
-    if tp_size is None:
-        if tp_rank is not None:
-            raise InvalidOption("--tp-rank needs --tp-size beside it: both are part of a place")
-        places = [place for place in places_in(runtime_dir) if name is None or place.name == name]
-        return [place for place in places if _identity(place.socket_path) is not None]
-    ranks = range(tp_size) if tp_rank is None else [tp_rank]
-    return [Place(runtime_dir, name or DEFAULT_NAME, host_device(tp_size=tp_size, tp_rank=rank)) for rank in ranks]
+def _sockets(runtime_dir: Path, name: str | None) -> Sequence[Place]:
+    places = [place for place in places_in(runtime_dir) if name is None or place.name == name]
+    return [place for place in places if _identity(place.socket_path) is not None]
 
 
 def main(argv: list[str]) -> int:
     """Release, print what became of each place, and return the exit code."""
     parser = Parser(
         prog="weightcached release",
-        description="Give up cached weights: those of --tp-size and --tp-rank, or else of every place of the runtime\n"
+        description="Give up cached weights: those of the ranks that are named, or else of every place of the runtime\n"
         "directory (with --name: of that name). Daemons end; engines keep what they have mapped.",
         epilog="exit codes: 0 given up, or nothing was there; 1 something could not be given up; 64 bad options",
     )
     add_place_arguments(parser, name=NAME_OF_SOME)
-    parser.add_argument("--tp-size", type=whole_number(1), metavar="N", help="this model's ranks")
-    parser.add_argument("--tp-rank", type=whole_number(0), metavar="R", help="this rank only")
+    add_rank_arguments(parser)
     parser.add_argument(
         "--quarantined", action="store_true", help="only what is kept and not served; daemons go on serving"
     )
@@ -127,7 +122,8 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     try:
         runtime_dir = runtime_directory(given.runtime_dir)
-        places = _places(runtime_dir, given.name, given.tp_size, given.tp_rank)
+        named = named_places(given, runtime_dir)
+        places = named if named is not None else _sockets(runtime_dir, given.name)
     except WeightCacheError as error:
         print(one_line(f"weightcached release: {error}"), file=sys.stderr)
         return USAGE_EXIT if isinstance(error, InvalidOption) else 1

@@ -19,17 +19,14 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.address import Address
-from weightcached.daemon.options import (
-    NAME_OF_ONE,
-    add_model_arguments,
-    add_place_arguments,
-    add_running_arguments,
-    metrics_address,
-    serve_options,
-)
+from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.processes import python_command
+from weightcached.protocol.ranks import every_rank, ranks_of
+from weightcached.protocol.shard_options import sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -38,9 +35,10 @@ def main(argv: list[str]) -> int:
     """Run all ranks until a signal; 0 when every rank then stopped cleanly, 1 otherwise."""
     parser = Parser(
         prog="weightcached up",
-        description="Serve all tensor-parallel ranks of a model on this host, in the foreground, until SIGTERM or\n"
-        "Ctrl-C. Each rank is supervised: one that dies is started again, with its weights. Takes the options\n"
-        "of `weightcached serve`, but the rank. Rank R serves metrics at the port of --metrics-address plus R.",
+        description="Serve all ranks of a model on this host, in the foreground, until SIGTERM or Ctrl-C. Each is\n"
+        "supervised: one that dies is started again, with its weights. Takes the options of `weightcached serve`, but\n"
+        "the ranks. They are numbered: stage by stage, and in each the tensor-parallel or expert-parallel ranks.\n"
+        "Rank N serves metrics at the port of --metrics-address plus N.",
         epilog="exit codes: 0 all ranks stopped by a signal to this command; 1 a rank ended otherwise (by\n"
         "`release`, too) or badly, which stops the others; 64 bad options",
     )
@@ -49,14 +47,15 @@ def main(argv: list[str]) -> int:
     add_running_arguments(parser)
     given = parser.parse_args(argv)
     try:
-        check(given)
+        parallels = every_rank(sizes(given), placement=given.expert_placement)
+        check(given, parallels)
     except WeightCacheError as error:
         print(f"weightcached up: {error}", file=sys.stderr)
         return USAGE_EXIT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         ranks = Ranks(
             argv,
-            tp_size=given.tp_size,
+            parallels=parallels,
             metrics=metrics_address(given),
             log_format=given.log_format,
             log_level=given.log_level,
@@ -64,10 +63,10 @@ def main(argv: list[str]) -> int:
         return runner.run(ranks.run())
 
 
-def check(given: argparse.Namespace) -> None:
+def check(given: argparse.Namespace, parallels: Sequence[Parallel]) -> None:
     """Whether every rank's options can be used: found out once, here, and not once per rank."""
-    for rank in range(given.tp_size):
-        options = serve_options(argparse.Namespace(**vars(given), tp_rank=rank, parent_pid=None))
+    for rank, parallel in enumerate(parallels):
+        options = serve_options(argparse.Namespace(**vars(given), **ranks_of(parallel), parent_pid=None))
         if options.metrics_address is not None:
             options.metrics_address.shifted(rank)
 
@@ -76,11 +75,17 @@ class Ranks:
     """The ranks' processes, from start to end."""
 
     def __init__(
-        self, arguments: Sequence[str], *, tp_size: int, metrics: Address | None, log_format: str, log_level: str
+        self,
+        arguments: Sequence[str],
+        *,
+        parallels: Sequence[Parallel],
+        metrics: Address | None,
+        log_format: str,
+        log_level: str,
     ) -> None:
         self._arguments = arguments
         self._log_arguments = ("--log-format", log_format, "--log-level", log_level)
-        self._tp_size = tp_size
+        self._parallels = parallels
         self._metrics = metrics
         self._prefix = log_format == "text"
         self._processes: dict[int, Process] = {}
@@ -91,7 +96,7 @@ class Ranks:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._tell, number)
         watching = []
-        for rank in range(self._tp_size):
+        for rank in range(len(self._parallels)):
             if self._told:
                 break
             self._processes[rank] = await self._start(rank)
@@ -101,10 +106,15 @@ class Ranks:
 
     async def _start(self, rank: int) -> Process:
         metrics = () if self._metrics is None else ("--metrics-address", str(self._metrics.shifted(rank)))
+        ranks = [
+            word
+            for name, number in ranks_of(self._parallels[rank]).items()
+            for word in (f"--{name.replace('_', '-')}", str(number))
+        ]
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
             *python_command("weightcached.daemon", "supervise", "--parent-pid", str(os.getpid()), *self._log_arguments),
-            *("--", "serve", *self._arguments, *metrics, "--tp-rank", str(rank)),
+            *("--", "serve", *self._arguments, *metrics, *ranks),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.options import NAME_OF_SOME, add_place_arguments, allow_list
+from weightcached.daemon.named_places import add_rank_arguments, named_places
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -26,11 +26,11 @@ from weightcached.protocol.errors import (
     DaemonFailed,
     DaemonNotReady,
     DaemonUnreachable,
-    InvalidOption,
     WeightCacheError,
 )
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, host_device, places_in, runtime_directory
+from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
+from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.1
 _ANSWER_TIMEOUT_S = 5.0
@@ -92,16 +92,6 @@ def wait(find: Callable[[], Sequence[Place]], *, allowed: AllowList, deadline: D
             one.close()
 
 
-def _places(runtime_dir: Path, name: str | None, tp_size: int | None, tp_rank: int | None) -> list[Place] | None:
-    """The places that were named, or ``None`` for whatever is there."""
-    if tp_size is None:
-        if tp_rank is not None:
-            raise InvalidOption("--tp-rank needs --tp-size beside it: both are part of a place")
-        return None
-    ranks = range(tp_size) if tp_rank is None else [tp_rank]
-    return [Place(runtime_dir, name or DEFAULT_NAME, host_device(tp_size=tp_size, tp_rank=rank)) for rank in ranks]
-
-
 def _sockets(runtime_dir: Path, name: str | None) -> list[Place]:
     return [
         place
@@ -114,20 +104,18 @@ def main(argv: list[str]) -> int:
     """Wait, and return the exit code."""
     parser = Parser(
         prog="weightcached wait",
-        description="Return when every place is ready: those of --tp-size and --tp-rank, or else all that\n"
-        "have a socket, and at least one. Say --tp-size where several ranks are only just being started.",
+        description="Return when every place is ready: those of the ranks that are named, started or\n"
+        "not, or else all that have a socket, and at least one. Name the sizes where several ranks\n"
+        "are only just being started.",
         epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
     )
     parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
     add_place_arguments(parser, name=NAME_OF_SOME)
-    parser.add_argument(
-        "--tp-size", type=whole_number(1), metavar="N", help="wait for this model's ranks, whether started or not"
-    )
-    parser.add_argument("--tp-rank", type=whole_number(0), metavar="R", help="wait for this rank only")
+    add_rank_arguments(parser)
     given = parser.parse_args(argv)
     try:
         runtime_dir = runtime_directory(given.runtime_dir)
-        named = _places(runtime_dir, given.name, given.tp_size, given.tp_rank)
+        named = named_places(given, runtime_dir)
     except WeightCacheError as error:
         print(f"weightcached wait: {error}", file=sys.stderr)
         return USAGE_EXIT

@@ -29,6 +29,11 @@ class Box:
         """Elements in the box."""
         return math.prod(self.shape)
 
+    @property
+    def swapped(self) -> Box:
+        """The same elements of a tensor whose last two axes are swapped. Needs two axes."""
+        return Box((*self.start[:-2], *self.start[:-3:-1]), (*self.shape[:-2], *self.shape[:-3:-1]))
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:

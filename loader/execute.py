@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import mmap
 import os
 import threading
@@ -24,9 +25,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
-from weightcached.loader.quantize import Output, transformed
+from weightcached.loader.quantize import Output, Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
 from weightcached.loader.strategy import choose
@@ -126,8 +128,10 @@ class _Team:
         self._segment = segment
         self._pages = pages
         self._slab_nbytes = slab_nbytes
-        self._pending: Iterator[Slab] = itertools.chain.from_iterable(
-            slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
+        self._pending: Iterator[Slab] = staggered(
+            itertools.chain.from_iterable(
+                slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
+            )
         )
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
@@ -137,6 +141,7 @@ class _Team:
         self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
+        self._held = Held()
         self._meter = _Meter(placement, progress)
 
     def run(self, threads: int) -> None:
@@ -167,14 +172,18 @@ class _Team:
 
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
+        transforms = Transforms(self._lend)
         try:
             while (slab := self._next()) is not None:
+                if slab.step != "all":
+                    self._process_held(slab, transforms)
+                    continue
                 if (place := self._place(slab)) is not None:
-                    self._process(slab, place, in_place=True)
+                    self._process(slab, place, transforms, in_place=True)
                     continue
                 if len(buffer) < slab.source_nbytes:
                     buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                self._process(slab, buffer[: slab.source_nbytes], in_place=False)
+                self._process(slab, buffer[: slab.source_nbytes], transforms, in_place=False)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
@@ -183,21 +192,37 @@ class _Team:
         parameter = slab.parameter
         if parameter.transform is not None:
             return None
-        offset = self._placed[parameter.name].offset + slab.first * itemsize_bytes(parameter.dtype)
-        return self._pages.memory(offset, slab.source_nbytes)
+        return self._lend(parameter.name, slab.first * itemsize_bytes(parameter.dtype), slab.source_nbytes)
 
-    def _process(self, slab: Slab, buffer: memoryview, *, in_place: bool) -> None:
-        read_nbytes = self._reader.fill(slab, buffer)
-        outputs = transformed(slab, buffer)
-        if not in_place:
-            for output in outputs:
+    def _lend(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        return self._pages.memory(self._placed[name].offset + offset, nbytes)
+
+    def _process(self, slab: Slab, buffer: memoryview, transforms: Transforms, *, in_place: bool) -> None:
+        self._count(slab, self._reader.fill(slab, buffer))
+        self._finish(slab, transforms.outputs(slab, buffer), in_place=in_place)
+
+    def _process_held(self, slab: Slab, transforms: Transforms) -> None:
+        memory = self._held.memory(slab)
+        if slab.step == "measure":
+            self._count(slab, self._reader.fill(slab, memory))
+            self._held.measured(slab, measure(slab, memory))
+            return
+        outputs = transforms.outputs(slab, memory, largest=self._held.largest(slab))
+        self._held.finished(slab)
+        self._finish(slab, outputs, in_place=False)
+
+    def _finish(self, slab: Slab, outputs: tuple[Output, ...], *, in_place: bool) -> None:
+        for output in outputs:
+            if not (in_place or output.in_place):
                 _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
-        self._digest(slab, outputs, lasting=in_place)
+        self._digest(slab, outputs, lasting=in_place or outputs[0].in_place)
+        self._meter.add(sum(len(output.data) for output in outputs))
+
+    def _count(self, slab: Slab, read_nbytes: int) -> None:
         with self._lock:
             traffic = self._traffic.setdefault(slab.parameter.part_kind, Traffic())
             traffic.read += read_nbytes
             traffic.kept += sum(read.nbytes for read in slab.reads)
-        self._meter.add(sum(len(output.data) for output in outputs))
 
     def _next(self) -> Slab | None:
         """Do a share of what has to be ready before slabs come to it, then claim one: nobody waits for us meanwhile."""
@@ -218,8 +243,9 @@ class _Team:
                 return None
             claimed = self._expected.popleft()
             self._expected_nbytes -= claimed.source_nbytes
-            parameter = claimed.parameter
-            self._reached = self._placed[parameter.name].offset + claimed.first * itemsize_bytes(parameter.dtype)
+            placed = self._placed[claimed.parameter.name]
+            elements = math.prod(claimed.parameter.source_shape)
+            self._reached = placed.offset + claimed.first * placed.nbytes // elements
         for slab in fresh:
             self._reader.expect(slab)
         return claimed
@@ -256,6 +282,7 @@ class _Team:
             if self._failure is None:
                 self._failure = failure
             self._turn.notify_all()
+        self._held.abandon()
 
 
 class _Meter:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures import ARCHITECTURES, HOW_TO_ADD
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.collector import collector_paused
 from weightcached.loader.fused import fused_parameters
@@ -21,7 +21,8 @@ from weightcached.loader.planned import (
     LoadPlan,
     PartKind,
     PlannedParameter,
-    QuantizeFp8,
+    Product,
+    Quantize,
     TensorHeader,
 )
 from weightcached.loader.proof import prove
@@ -39,7 +40,8 @@ __all__ = [
     "LoadPlan",
     "PartKind",
     "PlannedParameter",
-    "QuantizeFp8",
+    "Product",
+    "Quantize",
     "TensorHeader",
     "make_plan",
 ]
@@ -79,10 +81,13 @@ def _require_same_model(model_config: Mapping[str, Any], config: CacheConfig) ->
 
 def _require_supported(config: CacheConfig) -> None:
     parallel = config.parallel
-    others = {"pp": parallel.pp_size, "ep": parallel.ep_size, "dp": parallel.dp_size}
-    for kind, size in others.items():
-        if size != 1:
-            raise UnsupportedModel(f"{kind} size {size} is not supported", expected=1, found=size)
+    if parallel.dp_size != 1:
+        raise UnsupportedModel(
+            f"dp size {parallel.dp_size} is not supported: data-parallel replicas hold the same",
+            expected=1,
+            found=parallel.dp_size,
+            next_step="let all replicas use one daemon a rank; experts that they share are ep ranks",
+        )
     revision = LAYOUT_REVISIONS.get(config.layout)
     if revision != config.layout_revision:
         raise UnsupportedModel(
@@ -90,19 +95,22 @@ def _require_supported(config: CacheConfig) -> None:
             expected=", ".join(f"{name} at {number}" for name, number in LAYOUT_REVISIONS.items()),
             next_step="use the same release of weightcached on both sides",
         )
-    if config.layout == "hf" and parallel.tp_size != 1:
+    sizes = {"TP": parallel.tp_size, "PP": parallel.pp_size, "EP": parallel.ep_size}
+    if config.layout == "hf" and any(size != 1 for size in sizes.values()):
         fused = config.architecture in ARCHITECTURES
         raise UnsupportedModel(
             "layout 'hf' keeps parameters as on disk, so it has one rank",
-            expected="TP size 1",
-            found=f"TP size {parallel.tp_size}",
-            next_step="use --layout fused" if fused else f"use TP size 1: {config.architecture} has no table for more",
+            expected="TP, PP and EP size 1",
+            found=", ".join(f"{kind} size {size}" for kind, size in sizes.items() if size != 1),
+            next_step="use --layout fused"
+            if fused
+            else f"use size 1: {config.architecture} has no table for more; {HOW_TO_ADD}",
         )
     if config.layout == "hf" and config.quantization.method != "none":
         raise UnsupportedModel(
             "layout 'hf' keeps parameters as on disk and quantizes nothing",
             expected="--quantization none",
-            found=f"--quantization {config.quantization.method}",
+            found=f"--quantization {config.quantization.spelled}",
             next_step="use --layout fused",
         )
 

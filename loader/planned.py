@@ -5,15 +5,17 @@ Everything here is frozen, made from headers, and knows neither files' bytes nor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from weightcached.loader.accounting import Accounting
 from weightcached.loader.boxes import Box, Shape
 from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.quantization import Quantization
 
-PartKind = Literal["column", "row", "vocabulary", "replicated"]
-"""How ranks share a parameter: rows each, columns each, vocabulary rows each, or a full copy each."""
+PartKind = Literal["column", "row", "vocabulary", "replicated", "experts"]
+"""How ranks share a parameter: rows, columns or vocabulary rows each, a full copy each, or whole experts each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class Copy:
     tensor: TensorHeader
     source: Box
     destination: Box
+    transposed: bool = False
+    """The last two axes of ``source`` are swapped first: the tensor holds ``[in, out]``, the parameter ``[out, in]``.
+    Both boxes then have these axes, whatever their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,40 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeFp8:
-    """Quantize the copied ``[out, in]`` to e4m3. The parameter ``scale`` gets one float32 for each output channel.
+class Product:
+    """A parameter that quantizing a weight ``[…, out, in]`` writes.
 
-    Reads the checkpoint's own values (``source_dtype``), not cast ones.
+    Each matrix of the weight has an equal share of it, in order. ``rows``: one row of that share stands for so many
+    of the matrix's rows, the last for what is left. Without ``rows`` the share is one value for all of them.
     """
 
-    scale: str
+    name: str
+    shape: Shape
+    dtype: str
+    rows: int | None = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Quantize the copied weight, of ``shape`` ``[…, out, in]``, each of its matrices ``[out, in]`` on its own.
+
+    ``products`` are all that is written, the parameter that has the copies first. Reads the checkpoint's own values
+    (``source_dtype``), not cast ones.
+    """
+
+    method: Quantization
+    shape: Shape
+    products: tuple[Product, ...]
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a matrix that have a scale or an integer in common: they are quantized together."""
+        return math.lcm(*(product.rows for product in self.products if product.rows is not None))
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether nothing of a matrix can be quantized before the largest of all its values is known."""
+        return self.method.granularity == "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +108,19 @@ class PlannedParameter:
     copies: tuple[Copy, ...]
     zeros: tuple[Box, ...] = ()
     """Padding."""
-    transform: Cast | QuantizeFp8 | None = None
+    transform: Cast | Quantize | None = None
     alias_of: str | None = None
     """The parameter whose place this one shares."""
     produced_by: str | None = None
-    """The weight whose quantization writes this scale."""
+    """The weight whose quantization writes this."""
     part_kind: PartKind = "replicated"
     kind: Literal["parameter"] = "parameter"
     persistent: bool = True
+
+    @property
+    def source_shape(self) -> Shape:
+        """What ``copies`` and ``zeros`` fill: the shape before the transform."""
+        return self.transform.shape if isinstance(self.transform, Quantize) else self.shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ mixes dtypes ends here as a PlanError, which is a bug of this project, not of th
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from weightcached.loader.boxes import Box, Shape, coverage_fault, is_inside
-from weightcached.loader.planned import Cast, Copy, PlannedParameter, QuantizeFp8
+from weightcached.loader.planned import Copy, PlannedParameter, Product, Quantize
 from weightcached.protocol.errors import PlanError
 
 
@@ -28,7 +30,7 @@ def _fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter])
     if parameter.alias_of is not None:
         return _alias_fault(parameter, by_name.get(parameter.alias_of))
     if parameter.produced_by is not None:
-        return _scale_fault(parameter, by_name.get(parameter.produced_by))
+        return _product_fault(parameter, by_name.get(parameter.produced_by))
     for copy in parameter.copies:
         fault = _copy_fault(copy, parameter)
         if fault is not None:
@@ -36,19 +38,22 @@ def _fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter])
     return (
         _dtype_fault(parameter)
         or _quantization_fault(parameter, by_name)
-        or coverage_fault(parameter.shape, _written(parameter))
+        or _coverage_fault(parameter.source_shape, _written(parameter))
     )
 
 
-def _written(parameter: PlannedParameter) -> list[Box]:
-    return [copy.destination for copy in parameter.copies] + list(parameter.zeros)
+_coverage_fault = functools.lru_cache(maxsize=1024)(coverage_fault)
+"""Layers repeat the same boxes: each shape and its boxes are looked at once."""
+
+
+def _written(parameter: PlannedParameter) -> tuple[Box, ...]:
+    return (*(copy.destination for copy in parameter.copies), *parameter.zeros)
 
 
 def _copy_fault(copy: Copy, parameter: PlannedParameter) -> str | None:
     if not is_inside(copy.source, copy.tensor.shape):
         return f"{copy.source} is not inside {copy.tensor.name} of shape {copy.tensor.shape}"
-    same = copy.source.shape == copy.destination.shape
-    if not (same or _squeezed(copy.source.shape) == _squeezed(copy.destination.shape)):
+    if not _fits(copy):
         return f"{copy.source} of {copy.tensor.name} does not fit {copy.destination}"
     if not copy.source.volume:
         return f"the copy from {copy.tensor.name} is empty"
@@ -58,24 +63,34 @@ def _copy_fault(copy: Copy, parameter: PlannedParameter) -> str | None:
 
 
 def _dtype_fault(parameter: PlannedParameter) -> str | None:
-    if not parameter.copies:
+    if not parameter.copies or isinstance(parameter.transform, Quantize):
         return None
-    if parameter.transform is None:
-        made = parameter.source_dtype
-    elif isinstance(parameter.transform, Cast):
-        made = parameter.transform.dtype
-    else:
-        made = "float8_e4m3fn"
+    made = parameter.source_dtype if parameter.transform is None else parameter.transform.dtype
     return None if made == parameter.dtype else f"its copies make {made}, it is stored as {parameter.dtype}"
 
 
 def _quantization_fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter]) -> str | None:
-    if not isinstance(parameter.transform, QuantizeFp8):
+    if not isinstance(parameter.transform, Quantize):
         return None
-    scale = by_name.get(parameter.transform.scale)
-    if scale is None or scale.produced_by != parameter.name:
-        return f"its scale {parameter.transform.scale} is not planned as its own"
-    return None
+    if not parameter.source_dtype or not math.prod(parameter.source_shape):
+        return "there is nothing to quantize"
+    for number, product in enumerate(parameter.transform.products):
+        planned = by_name.get(product.name)
+        if planned is None or (parameter.name if number else None) != planned.produced_by:
+            return f"{product.name}, which its quantization makes, is not planned as its own"
+        if (planned.shape, planned.dtype) != (product.shape, product.dtype):
+            return f"{product.name} is stored as {planned.dtype} {planned.shape}, not {product.dtype} {product.shape}"
+        if not _is_share(product, parameter.source_shape):
+            return f"{product.name} of shape {product.shape} is not made row by row of {parameter.source_shape}"
+    return None if parameter.transform.products[0].name == parameter.name else "it is not what its quantization makes"
+
+
+def _is_share(product: Product, weight: Shape) -> bool:
+    """Whether each matrix of the weight has an equal share of the product, of as many rows as it says."""
+    stack, rows = weight[:-2], weight[-2]
+    if product.rows is None:
+        return product.shape[: len(stack)] == stack
+    return product.shape[:-1] == (*stack, -(-rows // product.rows))
 
 
 def _alias_fault(parameter: PlannedParameter, target: PlannedParameter | None) -> str | None:
@@ -88,14 +103,24 @@ def _alias_fault(parameter: PlannedParameter, target: PlannedParameter | None) -
     return None
 
 
-def _scale_fault(parameter: PlannedParameter, weight: PlannedParameter | None) -> str | None:
+def _product_fault(parameter: PlannedParameter, weight: PlannedParameter | None) -> str | None:
     if parameter.copies or parameter.zeros or parameter.transform:
-        return "a scale that quantization produces is written by itself"
-    if weight is None or weight.transform != QuantizeFp8(parameter.name):
+        return "what quantization produces is written by itself"
+    if weight is None or not isinstance(weight.transform, Quantize):
+        return f"{parameter.produced_by} is not quantized"
+    if all(product.name != parameter.name for product in weight.transform.products[1:]):
         return f"{parameter.produced_by} does not produce it"
-    if (parameter.shape, parameter.dtype) != ((weight.shape[0], 1), "float32"):
-        return "it is not float32 [out, 1]"
     return None
+
+
+def _fits(copy: Copy) -> bool:
+    """Whether the boxes have equal shapes: the matrices exactly where they are transposed, else but for axes of one."""
+    source, destination = copy.source.shape, copy.destination.shape
+    if copy.transposed:
+        if min(len(source), len(destination)) < 2 or copy.source.swapped.shape[-2:] != destination[-2:]:
+            return False
+        source, destination = source[:-2], destination[:-2]
+    return source == destination or _squeezed(source) == _squeezed(destination)
 
 
 def _squeezed(shape: Shape) -> Shape:

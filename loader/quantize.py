@@ -1,16 +1,19 @@
-"""Transforms: what happens to a slab's values between the checkpoint's dtype and the one that stays resident.
+"""Transforms: what becomes of a slab's values between the checkpoint's dtype and what stays resident.
 
-Owns the arithmetic of dtype conversion and of online quantization. Slab by slab: shard and fuse come before, and no
-value depends on how a parameter was cut, since a channel (a row) is never cut. Torch is imported when the first
-transform runs and not before: most loads need none.
+Owns where the results go and which values cannot be quantized; the arithmetic is `arithmetic.py`. Slab by slab: shard
+and fuse come before, and no value depends on how a parameter was cut, since what shares a scale is never parted. Torch
+is imported when the first transform runs and not before: most loads need none.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from weightcached.loader.planned import Cast, PlannedParameter, QuantizeFp8
+from weightcached.loader import arithmetic
+from weightcached.loader.planned import Cast, PlannedParameter, Quantize
 from weightcached.loader.slabs import Slab
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import CheckpointError
@@ -18,11 +21,9 @@ from weightcached.protocol.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-FP8_MAX = 448.0
-"""The largest finite e4m3 value."""
 
-FP8_SCALE_MIN = 1.0 / (FP8_MAX * 512.0)
-"""Below it a channel is quantized as if its largest value were 2**-9: a channel of zeros has no scale of its own."""
+Lend = Callable[[str, int, int], "memoryview | None"]
+"""Gives the segment's own bytes for (parameter, offset, nbytes), to be written, where it has some to lend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,85 +33,135 @@ class Output:
     name: str
     offset: int
     data: memoryview
+    in_place: bool = False
+    """They are there already."""
 
 
-def transformed(slab: Slab, source: memoryview) -> tuple[Output, ...]:
-    """What the slab's ``source`` bytes become. Valid until ``source`` is written again.
+class Transforms:
+    """One thread's transforms. Its memory is used again, since fresh pages cost more than what is computed in them."""
 
-    Raises CheckpointError naming the tensor when values that are not finite would be quantized.
-    """
-    parameter = slab.parameter
-    if parameter.transform is None:
-        return (Output(parameter.name, slab.first * itemsize_bytes(parameter.dtype), source),)
-    values = _as_tensor(source, parameter.source_dtype or parameter.dtype)
-    if isinstance(parameter.transform, Cast):
-        data = _bytes_of(cast(values, parameter.transform.dtype))
-        return (Output(parameter.name, slab.first * itemsize_bytes(parameter.dtype), data),)
-    return _quantized(slab, values, parameter.transform)
+    def __init__(self, lend: Lend) -> None:
+        self._lend = lend
+        self._floats: torch.Tensor | None = None
+        self._bytes = bytearray()
+
+    def outputs(self, slab: Slab, source: memoryview, *, largest: float = 0.0) -> tuple[Output, ...]:
+        """What the slab's ``source`` bytes become; the parameter itself first. Of what is not in place, the first is
+        valid until ``source`` is written again or this is called again.
+
+        ``largest``: of its matrix, where that has been measured. Raises CheckpointError naming the tensor when values
+        cannot be quantized.
+        """
+        parameter = slab.parameter
+        itemsize = itemsize_bytes(parameter.dtype)
+        if parameter.transform is None:
+            return (Output(parameter.name, slab.first * itemsize, source),)
+        # As many elements of the parameter as of what it is made of, or fewer, packed.
+        each = math.prod(parameter.source_shape) // math.prod(parameter.shape)
+        first = self._first(parameter.name, slab.first // each * itemsize, slab.elements // each * itemsize)
+        into = _as_tensor(first.data, parameter.dtype)
+        if isinstance(parameter.transform, Cast):
+            into.copy_(_as_tensor(source, parameter.source_dtype or parameter.dtype))
+            return (first,)
+        values = _values(slab, source)
+        made = _quantized(parameter.transform, self._wide(values), into.view(values.shape[0], -1), largest)
+        if not made[0].isfinite().all():
+            _refuse(slab, values)
+        return (first, *_placed(slab, parameter.transform, made))
+
+    def _first(self, name: str, offset: int, nbytes: int) -> Output:
+        """The output for the parameter itself, to be filled."""
+        if (place := self._lend(name, offset, nbytes)) is not None:
+            return Output(name, offset, place, in_place=True)
+        if len(self._bytes) < nbytes:
+            self._bytes = bytearray(nbytes)
+        return Output(name, offset, memoryview(self._bytes)[:nbytes])
+
+    def _wide(self, values: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self._floats is None or self._floats.numel() < values.numel():
+            self._floats = torch.empty(values.numel(), dtype=torch.float32)
+        return self._floats[: values.numel()].view(values.shape).copy_(values)
 
 
-def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``values`` in ``dtype``, to nearest even. What is too large becomes infinite, as it does in torch."""
+def measure(slab: Slab, source: memoryview) -> float:
+    """The largest value of the slab, by magnitude. Raises CheckpointError naming the tensor when it is not finite."""
+    values = _values(slab, source)
+    largest = arithmetic.largest(values)
+    if not math.isfinite(largest):
+        _refuse(slab, values)
+    return largest
+
+
+def _quantized(transform: Quantize, x: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[torch.Tensor, ...]:
+    """Fills ``into``; returns the share that rows ``x`` of one matrix have of each other product, the scales first."""
     import torch
 
-    target: torch.dtype = getattr(torch, dtype)
-    return values.to(target)
+    method = transform.method
+    match method.granularity:
+        case "tensor":
+            return arithmetic.fp8_tensor(x, into, largest)
+        case "block" if method.block is not None:
+            return arithmetic.fp8_block(x, into, method.block)
+        case "group" if method.group is not None:
+            dtype: torch.dtype = getattr(torch, transform.products[1].dtype)
+            quantize = arithmetic.int4_group if method.symmetric else arithmetic.int4_group_asymmetric
+            return (*quantize(x, into, method.group, dtype), torch.tensor(transform.shape[-2:]))
+    return arithmetic.fp8_channel(x, into) if method.method == "fp8" else arithmetic.int8_channel(x, into)
 
 
-def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values`` [rows, columns] as e4m3 [rows, columns] and float32 scales [rows, 1], one for each row.
-
-    ``scale = max(amax(|row|) / 448, 1 / (448 · 512))`` and ``q = e4m3(clamp(row / scale, ±448))``, divided in float32
-    and rounded to nearest even: the arithmetic of vLLM's dynamic per-token and per-channel fp8 (which clamps the scale
-    alike); compressed-tensors does the same and gives a row of zeros the scale ``eps`` instead. Every step is one
-    IEEE operation per element or a maximum, so the result does not depend on threads, vector width or slabs.
-
-    Error, for finite values: ``|q · scale − x| ≤ max(|x| · 2**-4, scale · 2**-10) · (1 + 2**-20)``: half a step of a
-    three-bit mantissa, or half a step of the subnormals. Rows with a value that is not finite give a scale that is not.
-    """
-    import torch
-
-    wide = values.to(torch.float32)
-    # Not abs().amax(): one temporary less, and the others stay small enough for the allocator to keep their pages.
-    largest = torch.maximum(wide.amax(dim=-1, keepdim=True), wide.amin(dim=-1, keepdim=True).neg_())
-    scale = (largest / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
-    scaled = wide.div_(scale) if wide is not values else wide / scale
-    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+def _placed(slab: Slab, transform: Quantize, made: tuple[torch.Tensor, ...]) -> Iterator[Output]:
+    """Where in its parameter each share belongs. One that is all of its matrix's comes with the first rows."""
+    rows, columns = transform.shape[-2:]
+    row = slab.first // columns
+    matrix, row = divmod(row, rows)
+    matrices = math.prod(transform.shape[:-2])
+    for product, tensor in zip(transform.products[1:], made, strict=True):
+        if product.rows is None and row:
+            continue
+        share = math.prod(product.shape) // matrices
+        before = 0 if product.rows is None else row // product.rows * product.shape[-1]
+        yield Output(product.name, (matrix * share + before) * tensor.itemsize, _bytes_of(tensor))
 
 
-def _quantized(slab: Slab, values: torch.Tensor, transform: QuantizeFp8) -> tuple[Output, ...]:
-    import torch
-
-    columns = slab.parameter.shape[-1]
-    quantized, scale = quantize_rows(values.view(-1, columns))
-    finite = torch.isfinite(scale)
-    if not finite.all():
-        row = slab.first // columns + int((~finite).flatten().nonzero()[0])
-        raise CheckpointError(
-            f"{_source_of_row(slab.parameter, row)} has a value that is not finite and cannot be quantized",
-            expected="finite values",
-            found="NaN or infinity",
-            where=f"row {row} of {slab.parameter.name}",
-            next_step="load it without --quantization, or repair the checkpoint",
-        )
-    return (
-        Output(slab.parameter.name, slab.first, _bytes_of(quantized)),
-        Output(transform.scale, slab.first // columns * 4, _bytes_of(scale)),
+def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
+    """Say which value cannot be quantized."""
+    bad = values.isfinite().logical_not_()
+    what, found = "a value that is not finite", "NaN or infinity"
+    if not bad.any():
+        bad = values.abs() == values.abs().max()
+        what, found = "values too large for the scales that they would have", f"{float(values[bad][0])!r}"
+    row, column = (int(index) for index in bad.nonzero()[0])
+    row += slab.first // values.shape[-1]
+    raise CheckpointError(
+        f"{_source_of(slab.parameter, row, column)} has {what} and cannot be quantized",
+        expected="finite values",
+        found=found,
+        where=f"row {row} of {slab.parameter.name}",
+        next_step="load it without --quantization, or repair the checkpoint",
     )
 
 
-def _source_of_row(parameter: PlannedParameter, row: int) -> str:
-    """The checkpoint tensor that the parameter's row (counted over all axes but the last) comes from."""
-    index = []
-    for extent in reversed(parameter.shape[:-1]):
+def _source_of(parameter: PlannedParameter, row: int, column: int) -> str:
+    """The checkpoint tensor that an element (its row counted over all axes but the last) comes from."""
+    index = [column]
+    for extent in reversed(parameter.source_shape[:-1]):
         row, place = divmod(row, extent)
         index.append(place)
     index.reverse()
     for copy in parameter.copies:
         box = copy.destination
-        if all(a <= i < a + n for i, a, n in zip(index, box.start[:-1], box.shape[:-1], strict=True)):
+        if all(a <= i < a + n for i, a, n in zip(index, box.start, box.shape, strict=True)):
             return f"tensor {copy.tensor.name!r} ({copy.tensor.file})"
     return f"parameter {parameter.name!r}"
+
+
+def _values(slab: Slab, source: memoryview) -> torch.Tensor:
+    """The slab as rows ``[rows, in]``."""
+    parameter = slab.parameter
+    values = _as_tensor(source, parameter.source_dtype or parameter.dtype)
+    return values.view(-1, parameter.source_shape[-1])
 
 
 def _as_tensor(data: memoryview, dtype: str) -> torch.Tensor:

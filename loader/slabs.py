@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
-from weightcached.loader.planned import Copy, PlannedParameter, QuantizeFp8, TensorHeader
+from weightcached.loader.planned import Copy, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.dtypes import itemsize_bytes
 
 SLAB_NBYTES = 2 << 20
@@ -24,6 +25,9 @@ _Item = TypeVar("_Item")
 class Read(NamedTuple):
     """``ranges`` times ``length`` bytes: from ``offset`` in the tensor's file, ``pitch`` bytes from one to the next, to
     ``target`` in the slab's buffer, ``target_pitch`` bytes from one to the next.
+
+    With ``column_itemsize`` the ranges stand side by side instead, as columns of elements of so many bytes: element
+    ``j`` of range ``i`` goes to ``target + j * target_pitch + i * column_itemsize``.
     """
 
     tensor: TensorHeader
@@ -34,11 +38,17 @@ class Read(NamedTuple):
     target_pitch: int
     length: int
     ranges: int
+    column_itemsize: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that land in the buffer."""
         return self.length * self.ranges
+
+    def band(self, first: int, count: int) -> Read:
+        """Ranges ``first .. first + count`` alone, one after the other from the start of a buffer."""
+        offset = self.offset + first * self.pitch
+        return Read(self.tensor, offset, self.pitch, 0, self.length, self.length, count)
 
     @property
     def span_nbytes(self) -> int:
@@ -47,7 +57,7 @@ class Read(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Elements ``first .. first + elements`` of a parameter, in C order.
+    """Elements ``first .. first + elements`` of a parameter, in C order, as they are before its transform.
 
     ``reads`` and ``zeros`` together fill every byte of a buffer of ``source_nbytes`` bytes once, in the dtype that the
     parameter has before its transform.
@@ -62,41 +72,48 @@ class Slab(NamedTuple):
     reads: tuple[Read, ...]
     zeros: tuple[Pieces, ...]
     """Byte ranges of the buffer that are padding."""
+    step: Literal["all", "measure", "quantize"] = "all"
+    """What is done with it. Where a matrix has to be measured before it is quantized, its slabs come twice: all of them
+    to be read and measured, then all of them, with nothing to read, to be quantized from memory."""
 
 
 def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Iterator[Slab]:
-    """The parameter's slabs, in order; none for an alias, a produced scale, or a parameter without elements.
+    """The parameter's slabs, in order; none for an alias, for what quantization produces, or without elements.
 
-    A slab is larger than ``slab_nbytes`` only where it must be: a quantized parameter is never cut within a row.
+    A slab is larger than ``slab_nbytes`` only where it must be: rows that are quantized together are never parted, and
+    a matrix that is transposed is never cut, since each piece of it has some bytes of every row of the file's. It never
+    has rows of two matrices that are quantized.
     """
-    if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(parameter.shape):
+    shape, transform = parameter.source_shape, parameter.transform
+    if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(shape):
         return iter(())
     itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
-    most = max(1, slab_nbytes // itemsize)
+    # What is computed with is float32 meanwhile, and has to stay in a cache, too.
+    most = max(1, slab_nbytes // (itemsize if transform is None else max(itemsize, 4)))
     boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
-    unbroken = all(is_contiguous(box, parameter.shape) for box in boxes) and all(
-        is_contiguous(copy.source, copy.tensor.shape) for copy in parameter.copies
+    unbroken = all(is_contiguous(box, shape) for box in boxes) and all(
+        is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies
     )
-    return _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+    made = _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
+    if isinstance(transform, Quantize) and transform.measures_first:
+        return _measured_first(made, math.prod(shape[-2:]))
+    return made
 
 
-def reads_of(parameter: PlannedParameter) -> Iterator[Read]:
-    """All that is read for the parameter, as if it were one slab: for counting bytes before anything is read."""
-    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
-    for copy in parameter.copies:
-        yield from _reads(copy, copy.destination, whole(parameter.shape), itemsize)
+def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:
+    """All that is read for a copy to a parameter of this shape, as if that were one slab: for counting bytes before
+    anything is read.
+    """
+    return _reads(copy, copy.destination, whole(shape), itemsize)
 
 
 def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where every copy is one range of the file and of the parameter: no boxes, so a few microseconds a slab."""
-    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, parameter.shape), None) for box in parameter.zeros])
+    shape = parameter.source_shape
+    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, shape), None) for box in parameter.zeros])
     origins = {id(copy): _reach(copy.source, copy.tensor.shape)[0] for copy in parameter.copies}
-    row = parameter.shape[-1] if isinstance(parameter.transform, QuantizeFp8) else 1
-    step = max(1, most // row) * row
-    total = math.prod(parameter.shape)
-    for number, first in enumerate(range(0, total, step)):
-        count = min(step, total - first)
+    for number, (first, count) in enumerate(_extents(parameter, most)):
         reads = []
         for begin, end, copy in copies.over(first, count):
             start, stop = max(begin, first), min(end, first + count)
@@ -112,11 +129,11 @@ def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[S
 
 def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where something is strided: slabs are boxes too, and what fills them is found by intersecting."""
-    copies = _Sweep([(*_reach(copy.destination, parameter.shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, parameter.shape), box) for box in parameter.zeros])
+    shape = parameter.source_shape
+    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*_reach(box, shape), box) for box in parameter.zeros])
     first = 0
-    keep_rows = isinstance(parameter.transform, QuantizeFp8)
-    for number, slab in enumerate(_cut(parameter.shape, most, keep_rows=keep_rows)):
+    for number, slab in enumerate(_cut(parameter, most)):
         count = slab.volume
         reads: list[Read] = []
         for _, _, copy in copies.over(first, count):
@@ -132,13 +149,41 @@ def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Sl
         first += count
 
 
-def _cut(shape: Shape, most: int, *, keep_rows: bool) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements (or one row), each contiguous, that are the whole tensor in C order."""
-    axis, inner = 0, math.prod(shape[1:])
-    while inner > most and axis < len(shape) - (2 if keep_rows else 1):
-        axis += 1
-        inner //= shape[axis]
-    step = max(1, most // inner)
+def _extents(parameter: PlannedParameter, most: int) -> Iterator[tuple[int, int]]:
+    """(first, elements) of each slab."""
+    if isinstance(parameter.transform, Quantize):
+        volumes = [box.volume for box in _cut(parameter, most)]
+        return zip(itertools.accumulate(volumes, initial=0), volumes, strict=False)
+    total = math.prod(parameter.shape)
+    return ((first, min(most, total - first)) for first in range(0, total, most))
+
+
+def _measured_first(made: Iterator[Slab], matrix_elements: int) -> Iterator[Slab]:
+    for _, matrix in itertools.groupby(made, key=lambda slab: slab.first // matrix_elements):
+        again = []
+        for slab in matrix:
+            yield slab._replace(step="measure")
+            again.append(slab._replace(reads=(), zeros=(), step="quantize"))
+        yield from again
+
+
+def _cut(parameter: PlannedParameter, most: int) -> Iterator[Box]:
+    """Boxes of at most ``most`` elements (or what is never parted), contiguous each, that are all of it, in C order."""
+    shape, together = parameter.source_shape, 1
+    transposed = any(copy.transposed for copy in parameter.copies)
+    if isinstance(parameter.transform, Quantize):
+        axis, inner = len(shape) - 2, shape[-1]
+        together = shape[-2] if transposed else parameter.transform.rows_together
+    else:
+        axis, inner = 0, math.prod(shape[1:])
+        last = len(shape) - (3 if transposed else 1)
+        if last < 0:
+            yield whole(shape)
+            return
+        while inner > most and axis < last:
+            axis += 1
+            inner //= shape[axis]
+    step = max(1, most // (inner * together)) * together
     trailing = shape[axis + 1 :]
     for outer in itertools.product(*(range(extent) for extent in shape[:axis])):
         for start in range(0, shape[axis], step):
@@ -189,6 +234,9 @@ def _within(part: Box, slab: Box, itemsize: int) -> Iterator[Pieces]:
 
 def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
     """The reads that bring ``part`` of the copy's destination into the slab's buffer."""
+    if copy.transposed:
+        yield from _transposed_reads(copy, part, slab, itemsize)
+        return
     tensor = copy.tensor
     sources = pieces(_source_of(copy, part), tensor.shape, itemsize)
     for source, target in _paired(sources, _within(part, slab, itemsize)):
@@ -203,8 +251,37 @@ def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
         )
 
 
+def _transposed_reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
+    """The same where matrices are transposed, of which ``part`` has whole ones: a read for each."""
+    tensor = copy.tensor
+    within = Box(tuple(a - b for a, b in zip(part.start, slab.start, strict=True)), part.shape)
+    columns, rows = part.shape[-2:]
+    matrices = zip(_corners(_source_of(copy, part), tensor.shape), _corners(within, slab.shape), strict=True)
+    for source, target in matrices:
+        yield Read(
+            tensor,
+            tensor.offset + source * itemsize,
+            tensor.shape[-1] * itemsize,
+            target * itemsize,
+            slab.shape[-1] * itemsize,
+            columns * itemsize,
+            rows,
+            itemsize,
+        )
+
+
+def _corners(box: Box, shape: Shape) -> Iterator[int]:
+    """The first element of each of the box's matrices (its last two axes), in C order."""
+    for group in pieces(Box(box.start, (*box.shape[:-2], 1, 1)), shape, 1):
+        for number in range(group.count):
+            first = group.offset + number * group.pitch
+            yield from range(first, first + group.length)
+
+
 def _source_of(copy: Copy, part: Box) -> Box:
     """The box of the tensor that becomes ``part``. Axes of length one may stand on one side only."""
+    if copy.transposed:
+        return _source_of(replace(copy, source=copy.source.swapped, transposed=False), part).swapped
     offsets = [start - begin for start, begin in zip(part.start, copy.destination.start, strict=True)]
     long = iter(
         [

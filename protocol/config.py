@@ -17,13 +17,15 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
+from weightcached.protocol.frozen import Frozen
+from weightcached.protocol.quantization import Quantization
 from weightcached.protocol.regular_files import open_regular
 from weightcached.protocol.text import shown
 
@@ -76,16 +78,12 @@ def _thaw(value: Any) -> Any:
 FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializer(_thaw)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+class Parallel(Frozen):
+    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one.
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, checked. Pydantic's own checks nothing, and carries a cached fingerprint along."""
-        return type(self).model_validate({**self.model_dump(), **(update or {})})
-
-
-class Parallel(_Frozen):
-    """Parallel sizes and this rank's place in each. Ranks are never defaulted where the size is over one."""
+    Expert parallelism is over all devices of a pipeline stage: ``ep_size`` is TP size × data-parallel replicas, and
+    ``ep_rank`` is replica × TP size + ``tp_rank``. With it ranks hold whole experts; without, slices of each.
+    """
 
     tp_size: int = Field(ge=1)
     tp_rank: int = Field(ge=0)
@@ -106,23 +104,7 @@ class Parallel(_Frozen):
         return self
 
 
-class Quantization(_Frozen):
-    """How this project quantizes while loading. What the checkpoint itself is quantized with is part of ``model``."""
-
-    method: Literal["none", "fp8"] = "none"
-    granularity: Literal["channel"] | None = None
-
-    @classmethod
-    def named(cls, name: str) -> Quantization:
-        """``none`` or ``fp8`` (e4m3, one float32 scale per output channel) → the full parameters."""
-        if name == "none":
-            return cls()
-        if name == "fp8":
-            return cls(method="fp8", granularity="channel")
-        raise InvalidOption("unknown quantization", expected="none or fp8", found=name)
-
-
-class CacheConfig(_Frozen):
+class CacheConfig(Frozen):
     """The whole configuration of one rank's shard. Equal configs and equal content mean equal resident bytes."""
 
     schema_version: Literal[1] = 1
@@ -289,12 +271,20 @@ def build_config(
     layout: str,
     tp_size: int,
     tp_rank: int,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    dp_size: int = 1,
+    dp_rank: int = 0,
+    expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
+    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be,
+    ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
     if layout not in LAYOUT_REVISIONS:
@@ -304,7 +294,17 @@ def build_config(
             architecture=_architecture(model, model_dir / "config.json"),
             layout=layout,
             layout_revision=LAYOUT_REVISIONS[layout],
-            parallel=Parallel(tp_size=tp_size, tp_rank=tp_rank),
+            parallel=Parallel(
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                pp_size=pp_size,
+                pp_rank=pp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                dp_size=dp_size,
+                dp_rank=dp_rank,
+                expert_placement=expert_placement,  # type: ignore[arg-type]  # validated by the model
+            ),
             model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
             dtype=dtype,  # type: ignore[arg-type]  # validated by the model
             quantization=Quantization.named(quantization),
@@ -315,7 +315,7 @@ def build_config(
         raise InvalidOption(f"unusable {field}", expected=first["msg"], found=shown(first["input"])) from error
 
 
-class Provenance(_Frozen):
+class Provenance(Frozen):
     """Where weights came from, for people. The client warns when the daemon's differs; nothing is refused."""
 
     path: str = Field(max_length=4096)

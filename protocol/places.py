@@ -39,11 +39,19 @@ def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
     return chosen
 
 
-def host_device(*, tp_size: int, tp_rank: int) -> str:
-    """The device word of a host-memory place, such as ``host-tp0of2``."""
-    if not 0 <= tp_rank < tp_size:
-        raise InvalidOption("the tensor-parallel rank is out of range", expected=f"0 to {tp_size - 1}", found=tp_rank)
-    return f"host-tp{tp_rank}of{tp_size}"
+def host_device(
+    *, tp_size: int, tp_rank: int, pp_size: int = 1, pp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0
+) -> str:
+    """The device word of a host-memory place: ``host-tp0of2``, and with pipeline stages or expert parallelism their
+    ranks too: ``host-tp0of2-pp1of3-ep0of4``.
+    """
+    device = "host"
+    for kind, rank, size in (("tp", tp_rank, tp_size), ("pp", pp_rank, pp_size), ("ep", ep_rank, ep_size)):
+        if not 0 <= rank < size:
+            raise InvalidOption(f"the {kind} rank is out of range", expected=f"0 to {size - 1}", found=rank)
+        if kind == "tp" or size > 1:
+            device += f"-{kind}{rank}of{size}"
+    return device
 
 
 @dataclass(frozen=True, slots=True)

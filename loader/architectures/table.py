@@ -5,12 +5,16 @@ Pure. A new architecture is one new table in this folder, built from `rows.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcached.loader.architectures.rows import Block, Indivisible, Rank, Row, Wanted
-from weightcached.loader.architectures.shape import ModelShape, shape_of
+from weightcached.loader.architectures.blocks import Block
+from weightcached.loader.architectures.ranks import Indivisible, Rank
+from weightcached.loader.architectures.rows import Row, Vocabulary, Wanted
+from weightcached.loader.architectures.shape import SIZES, ModelShape, Size, SizeRule
+from weightcached.protocol.errors import ModelConfigError
+from weightcached.protocol.text import shown
 
 SIZES_TRIED = 1024
 
@@ -24,50 +28,135 @@ class Ignore:
     switch: str | None = None
     """Only where this boolean of ``config.json`` is true."""
 
+    def matching(self, names: Collection[str], model: ModelShape) -> Iterator[str]:
+        if self.switch is None or model.switch(self.switch):
+            yield from filter(self.matches, names)
+
     def matches(self, name: str) -> bool:
         mine, theirs = self.pattern.split("."), name.split(".")
         return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLayers:
+    """Layers behind the last one, as many as ``key`` of ``config.json`` says, which no forward pass of the model uses.
+
+    They predict more tokens at once (MTP); an engine loads them as a model of their own.
+    """
+
+    pattern: str
+    """What stands before the layer's number."""
+    count: Size
+    key: str
+    reason: str
+
+    def matching(self, names: Collection[str], model: ModelShape) -> Iterator[str]:
+        first = model.size(self.count)
+        prefixes = tuple(f"{self.pattern}.{index}." for index in range(first, first + model.count(self.key)))
+        yield from (name for name in names if name.startswith(prefixes))
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """One family's table, under the names that ``config.json`` may give it."""
+    """One family's table, under the names that ``config.json`` may give it.
+
+    Among pipeline stages, the rows before the layers stand on the first, those after them on the last, and an
+    embedding that the head is tied to on both.
+    """
 
     names: tuple[str, ...]
     rows: tuple[Row, ...]
-    ignored: tuple[Ignore, ...] = ()
-    defaults: Mapping[str, int] = field(default_factory=dict)
+    ignored: tuple[Ignore | DraftLayers, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """What Transformers takes where ``config.json`` lacks a key."""
+    sizes: Mapping[Size, SizeRule] = field(default_factory=dict)
+    """How the sizes are read that not every model has, or has under other keys."""
+    nested: str | None = None
+    """The key of ``config.json`` under which another model that embeds this one keeps its config."""
+    spellings: tuple[Mapping[str, str], ...] = ({},)
+    """How files may spell names: prefixes of the rows' names, and what stands for them there. The first whose own
+    prefixes all occur counts; the last, if none does."""
+    spelling: Mapping[str, str] = field(default_factory=dict)
+    """The one that counts."""
+    ends_on_all_stages: bool = False
+    """vLLM builds the embedding, the last norm and the head of this family on every stage, and wants them there."""
 
     def shape_of(self, config: Mapping[str, Any]) -> ModelShape:
         """The model's sizes. Raises ModelConfigError."""
-        return shape_of(config, self.defaults)
+        inner = config.get(self.nested, {}) if self.nested is not None else {}
+        if not isinstance(inner, Mapping):
+            raise ModelConfigError(f"config.json's {self.nested} is unusable", expected="an object", found=shown(inner))
+        return ModelShape({**config, **inner}, {**SIZES, **self.sizes}, self.defaults)
+
+    def spelled_in(self, names: Collection[str]) -> Architecture:
+        """The same table for a checkpoint of these tensors. Below, what is said of tensors is in their spelling."""
+
+        def occurs(spelling: Mapping[str, str]) -> bool:
+            return all(any(name.startswith(prefix) for name in names) for prefix in spelling.values())
+
+        spelling = next(filter(occurs, self.spellings), self.spellings[-1])
+        return replace(self, spelling=spelling)
+
+    def on_disk(self, name: str) -> str:
+        """The files' spelling of a name of the rows'."""
+        for ours, theirs in self.spelling.items():
+            if name.startswith(ours):
+                return theirs + name[len(ours) :]
+        return name
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
-        """The rank's parameters, in the layout's order. Raises Indivisible."""
-        for row in self.rows:
-            yield from row.wanted(model, rank)
+        """The rank's parameters, in the layout's order. Raises Indivisible or TooMany."""
+        for row, is_here in self._placed(model, rank):
+            if is_here:
+                yield from map(self._spelled, row.wanted(model, rank))
 
-    def excuses(self, names: Iterable[str], model: ModelShape) -> dict[str, str]:
-        """Those of ``names`` that need not be loaded, each with the reason."""
-        rules = [rule for rule in self.ignored if rule.switch is None or model.switch(rule.switch)]
-        return {name: rule.reason for name in names for rule in rules if rule.matches(name)}
+    def other_stages(self, model: ModelShape, rank: Rank) -> Iterator[str]:
+        """The checkpoint tensors that only other pipeline stages load."""
+        for row, is_here in self._placed(model, rank):
+            if isinstance(row, Block):
+                yield from map(self.on_disk, row.other_stages(model, rank))
+            elif not is_here:
+                yield from (self.on_disk(name) for wanted in row.wanted(model, rank) for name in wanted.sources())
+
+    def excuses(self, names: Collection[str], model: ModelShape) -> dict[str, str]:
+        """Those of ``names`` that no rank needs to load, each with the reason."""
+        rules = [replace(rule, pattern=self.on_disk(rule.pattern)) for rule in self.ignored]
+        return {name: rule.reason for rule in rules for name in rule.matching(names, model)}
 
     def blocks(self) -> tuple[Block, ...]:
         """The rows that repeat."""
         return tuple(row for row in self.rows if isinstance(row, Block))
 
-    def possible_sizes(self, model: ModelShape) -> tuple[int, ...]:
+    def possible_sizes(self, model: ModelShape, rank: Rank) -> tuple[int, ...]:
         """The TP sizes, up to `SIZES_TRIED`, that the model's shapes allow. They all divide the heads."""
-        return tuple(size for size in range(1, SIZES_TRIED + 1) if self._allows(model, size))
+        sizes = (size for size in range(1, SIZES_TRIED + 1) if model.size("heads") % size == 0)
+        return tuple(size for size in sizes if self._allows(model, replace(rank, size=size, index=0)))
 
-    def _allows(self, model: ModelShape, size: int) -> bool:
-        if model.size("heads") % size:
-            return False
-        one_layer = ModelShape({**model.sizes, "layers": 1}, model.config)
+    def _spelled(self, wanted: Wanted) -> Wanted:
+        if not self.spelling:
+            return wanted
+        parts = tuple(replace(part, source=self.on_disk(part.source)) for part in wanted.parts)
+        return replace(wanted, parts=parts, elsewhere=tuple(map(self.on_disk, wanted.elsewhere)))
+
+    def _placed(self, model: ModelShape, rank: Rank) -> Iterator[tuple[Row, bool]]:
+        """Every row, and whether (or, of layers, that some of it) it is on the rank's stage."""
+        tied = {row.tied_to for row in self.rows if isinstance(row, Vocabulary) and row.is_tied(model)}
+        is_here = self.ends_on_all_stages or rank.is_first
+        for row in self.rows:
+            if isinstance(row, Block):
+                is_here = self.ends_on_all_stages or rank.is_last
+                yield row, True
+            else:
+                yield row, is_here or (rank.is_last and isinstance(row, Vocabulary) and row.name in tied)
+
+    def _allows(self, model: ModelShape, rank: Rank) -> bool:
         try:
-            for _ in self.wanted(one_layer, Rank(size, 0)):
-                pass
+            for row in self.rows:
+                if isinstance(row, Block):
+                    row.require_shareable(model, rank)
+                else:
+                    for _ in row.wanted(model, rank):
+                        pass
         except Indivisible:
             return False
         return True

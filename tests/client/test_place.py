@@ -345,7 +345,7 @@ def test_two_users_without_rights_do_not_trust_each_other(open_model: Path, plac
         {"tp_rank": -1},
         {"layout": "sideways"},
         {"dtype": "float8"},
-        {"quantization": "int4"},
+        {"quantization": "int3"},
         {"digest": "short"},
         {"digest": "g" * 64},
         {"digest": "a" * 64, "want": "current"},

@@ -1,6 +1,7 @@
 """The commands around a daemon, as processes: `status`, `wait`, `up`, and the table of subcommands itself."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -15,9 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.support import expert_models
 from tests.support.daemons import TIMEOUT_S, Log, arguments_for, scripted_daemon
+from tests.support.expert_shards import Spot, shard
 from tests.support.unprivileged import ROOT
+from weightcached.client import attach
 from weightcached.daemon.cli import COMMANDS
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.places import Place
@@ -231,8 +237,10 @@ class TestUp:
 
     @staticmethod
     @contextlib.contextmanager
-    def started(model: Path, runtime_dir: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], Log]]:
-        arguments = arguments_for(model, runtime_dir, tp_size=2, layout="fused")[1:]
+    def started(
+        model: Path, runtime_dir: Path, *more: str, tp_size: int = 2
+    ) -> Iterator[tuple[subprocess.Popen[str], Log]]:
+        arguments = arguments_for(model, runtime_dir, tp_size=tp_size, layout="fused")[1:]
         at = arguments.index("--tp-rank")
         command = [sys.executable, "-m", "weightcached.daemon", "up", *arguments[:at], *arguments[at + 2 :], *more]
         process = subprocess.Popen(
@@ -260,6 +268,23 @@ class TestUp:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         assert status_json(runtime_dir) == (3, [])
+
+    def test_stages_and_expert_ranks_are_daemons_of_their_own(self, tmp_path: Path, runtime_dir: Path) -> None:
+        config = expert_models.config_of("mixtral")
+        model = expert_models.write(tmp_path / "experts", config)
+        tensors = load_file(model / "model.safetensors")
+        sizes = ["--pp-size", "2", "--ep-size", "2"]
+        with self.started(model, runtime_dir, *sizes, tp_size=1) as (process, _):
+            assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, *sizes).returncode == 0
+            for stage, rank in itertools.product(range(2), range(2)):
+                spot = Spot(pp=2, pp_rank=stage, ep=2, ep_rank=rank)
+                with attach(model, mode="require", layout="fused", runtime_dir=runtime_dir, **spot.options) as weights:
+                    expected = shard(tensors, config, spot)
+                    assert set(weights) == set(expected)
+                    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+            assert len({one["version"] for one in status_json(runtime_dir)[1]}) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
 
     def test_one_rank_that_ends_for_good_stops_all(self, model: Path, runtime_dir: Path) -> None:
         with self.started(model, runtime_dir, "--log-format", "text") as (process, log):

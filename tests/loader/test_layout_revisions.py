@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_config
-from tests.support.plans import plan
+from tests.support.plans import FILE, headers, plan
+from tests.support.quantized import config_of, tensors_of
+from tests.support.quantized_cases import CASES
+from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.boxes import Box
 from weightcached.loader.layout import Placed, place
-from weightcached.loader.plan import Cast, PlannedParameter, QuantizeFp8
+from weightcached.loader.plan import Cast, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.config import LAYOUT_REVISIONS
 
 PINNED = {
     ("hf", 1): "8d52223dbc1ea59e040b19007a6cb8b4c16f6f3a22a0707e5e8efd5e900f9f3b",
-    ("fused", 1): "f21030d58d04cab5a538c9a5348dcc266a71ab017fb527e1ec2debb02e92725e",
+    ("fused", 1): "9b7fa93726ccda94584b0fbca940666ee50d1c7ee22e1934e591031a959de6dd",
 }
 
 MODELS = {
@@ -29,13 +33,15 @@ MODELS = {
     "qwen2": tiny_config(architecture="Qwen2ForCausalLM", num_key_value_heads=1),
     "qwen3": tiny_config(architecture="Qwen3ForCausalLM", head_dim=6, vocab_size=64),
 }
+QUANTIZATIONS = ("fp8-tensor", "fp8-block=16x24", "int8", "int4=8", "int4-asym=8")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "hf": [{}, {"dtype": "float32"}],
     "fused": [
         {"tp_size": size, "tp_rank": rank, **more}
         for size, rank in ((1, 0), (2, 1), (4, 2))
         for more in ({}, {"dtype": "float16"}, {"quantization": "fp8"})
-    ],
+    ]
+    + [{"quantization": name} for name in QUANTIZATIONS],
 }
 
 
@@ -55,12 +61,102 @@ def test_rules_change_only_with_their_revision(layout):
     )
 
 
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "vocab_size": 100}
+FAMILIES = {
+    "BertModel": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForSequenceClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForTokenClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "GemmaForCausalLM": tiny_config(tie_word_embeddings=None),
+    "Gemma2ForCausalLM": tiny_config(tie_word_embeddings=None, attention_bias=True),
+    "Gemma3ForCausalLM": tiny_config(tie_word_embeddings=None),
+    "GPT2LMHeadModel": GPT2,
+    "Olmo2ForCausalLM": tiny_config(),
+    "Phi3ForCausalLM": tiny_config(tie_word_embeddings=True),
+}
+"""Families that came later, each with a digest of its own: another one does not change those that are there."""
+
+PINNED_FAMILIES = {
+    "BertModel": "3a8377e1359e4e6d",
+    "BertForSequenceClassification": "84c92a27c56932df",
+    "BertForTokenClassification": "c1bb09af504974b9",
+    "GemmaForCausalLM": "462b5578d23f3a21",
+    "Gemma2ForCausalLM": "136221d059aeea82",
+    "Gemma3ForCausalLM": "2293f99cca7df3d0",
+    "GPT2LMHeadModel": "e0f04e8aba7fcbd7",
+    "Olmo2ForCausalLM": "04bec99ebd0c13b8",
+    "Phi3ForCausalLM": "b2bb7ffdf73cc4b4",
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_family_s_rules_change_only_with_the_revision(architecture):
+    model = {**FAMILIES[architecture], "architectures": [architecture]}
+    table = ARCHITECTURES[architecture]
+    wanted = table.wanted(table.shape_of(model), Rank(1, 0))
+    tensors = headers({part.source: part.shape for one in wanted for part in one.parts})
+    described = [
+        [describe(placed) for placed in place(plan(model, tensors, tp_size=size, tp_rank=size - 1)).placed]
+        for size in (1, 2, 4)
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_FAMILIES.get(architecture) == digest, (
+        f"the rules of {architecture} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
+    )
+
+
+PINNED_QUANTIZED = {
+    "fp8, one scale a tensor": "763a3b80fa087dcb",
+    "fp8, static inputs": "cbc7fb5578acb91c",
+    "fp8, blocks": "191d4ca2269dcb89",
+    "fp8, channels": "1e4aaf9832b2e3f4",
+    "fp8, channels in bfloat16": "dd1145b45e9946a2",
+    "compressed-tensors fp8, static": "cbc7fb5578acb91c",
+    "compressed-tensors fp8, blocks": "02c3dbeec62e758c",
+    "int8, channels": "3213b4a1c019c8cb",
+    "int8, static inputs with zero points": "da801ced59b1387d",
+    "int4, groups": "c8c7fb751977ac65",
+    "int4, groups with zero points": "67390fd1b48a80a3",
+    "int4, channels": "f1dde51857c376ae",
+    "int8 packed, groups": "86aa2f6c2cd8bd81",
+    "int4, activation order by group": "63f8da6fa609fae4",
+    "awq": "861d44e98d7e9003",
+    "gptq": "e7810cad2c1a2bbd",
+    "gptq without g_idx": "e7810cad2c1a2bbd",
+    "gptq of 8 bits, one group": "7d5bbe630b7b7bb4",
+    "gptq, activation order": "f2d3a22822525819",
+}
+"""Ways in which checkpoints are quantized already, each with a digest of its own."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rules_of_a_quantized_checkpoint_change_only_with_the_revision(case):
+    quantization, scheme = CASES[case]
+    model = config_of(quantization, num_hidden_layers=1)
+    tensors = {
+        name: TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), FILE, 0, 0)
+        for name, tensor in tensors_of(model, scheme).items()
+    }
+    described = [
+        [describe(placed) for placed in place(plan(model, tensors, tp_size=size, tp_rank=size - 1)).placed]
+        for size in (1, 2, 4)
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_QUANTIZED.get(case) == digest, (
+        f"the rules of {case} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
+    )
+
+
 def describe(placed: Placed) -> list:
     """What decides the bytes of one parameter, without anything that is only told to people."""
     parameter = placed.parameter
     return [
         [placed.offset, placed.nbytes, parameter.name, parameter.shape, parameter.dtype, parameter.source_dtype],
-        [[copy.tensor.name, box(copy.source), box(copy.destination)] for copy in parameter.copies],
+        [
+            [copy.tensor.name, box(copy.source), box(copy.destination), *(["transposed"] if copy.transposed else [])]
+            for copy in parameter.copies
+        ],
         [box(zeros) for zeros in parameter.zeros],
         transform(parameter),
         [parameter.alias_of, parameter.produced_by, parameter.kind, parameter.persistent],
@@ -73,9 +169,8 @@ def box(value: Box) -> list:
 
 def transform(parameter: PlannedParameter) -> list:
     match parameter.transform:
-        case None:
-            return []
         case Cast(dtype):
             return ["cast", dtype]
-        case QuantizeFp8(scale):
-            return ["fp8", scale]
+        case Quantize(method, shape, products):
+            return [method.spelled, shape, [[one.name, one.shape, one.dtype, one.rows] for one in products]]
+    return []

@@ -15,9 +15,11 @@ import pytest
 
 from tests.support.checkpoints import tiny_config, tiny_shapes
 from tests.support.plans import FILE, cache_config, headers, parameters, plan
+from tests.support.unprivileged import ROOT
 from weightcached.loader.architectures import ARCHITECTURES
 from weightcached.loader.boxes import Box
-from weightcached.loader.plan import Cast, QuantizeFp8, TensorHeader, make_plan
+from weightcached.loader.plan import Cast, PlannedParameter, TensorHeader, make_plan
+from weightcached.loader.quantizers import quantizer
 from weightcached.protocol.errors import (
     CheckpointChanged,
     MissingTensor,
@@ -26,13 +28,9 @@ from weightcached.protocol.errors import (
     UnexpectedTensor,
     UnsupportedModel,
 )
+from weightcached.protocol.quantization import Quantization
 
-FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 LINEAR = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-
-
-def test_the_families_with_a_table():
-    assert sorted(ARCHITECTURES) == sorted(FAMILIES)
 
 
 def test_order_and_kinds_of_a_rank_s_parameters():
@@ -89,7 +87,9 @@ def test_a_row_parallel_bias_is_whole_on_every_rank(rank):
     assert [copy.source for copy in bias.copies] == [Box((0,), (32,))]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
 def test_what_transformers_takes_for_keys_that_are_absent(architecture):
     """Head size and key/value heads, where config.json leaves them out: as the family's own config class has them."""
     transformers = pytest.importorskip("transformers")
@@ -251,10 +251,14 @@ def refused(error, **options):
 
 
 def test_an_architecture_without_a_table():
-    error = refused(UnsupportedModel, model=tiny_config(architecture="GPT2LMHeadModel"), tensors={})
-    assert "GPT2LMHeadModel" in str(error)
+    """What is known is listed, a way out that works at once is named, and a page that says how to add a table."""
+    error = refused(UnsupportedModel, model=tiny_config(architecture="NewForCausalLM"), tensors={})
+    assert "NewForCausalLM" in str(error)
     assert "--layout hf" in error.next_step
-    assert "Qwen3ForCausalLM" in error.expected
+    assert "loader/architectures/README.md" in error.next_step
+    assert (ROOT / "loader/architectures/README.md").is_file()
+    assert set(error.expected.split(", ")) == set(ARCHITECTURES)
+    assert plan(tiny_config(architecture="NewForCausalLM"), {}, layout="hf").parameters == ()
 
 
 @pytest.mark.parametrize(("size", "what"), [(8, "4 query heads"), (3, "vocabulary of 100, padded to 128")])
@@ -284,22 +288,15 @@ def test_each_dimension_that_does_not_divide_is_named(sizes, size, what):
 def test_layout_hf_has_one_rank():
     error = refused(UnsupportedModel, layout="hf", tp_size=2)
     assert "--layout fused" in error.next_step
-    error = refused(UnsupportedModel, model=tiny_config(architecture="BertModel"), tensors={}, layout="hf", tp_size=2)
+    unknown = tiny_config(architecture="NewForCausalLM")
+    error = refused(UnsupportedModel, model=unknown, tensors={}, layout="hf", tp_size=2)
     assert "--layout fused" not in error.next_step
-    assert "BertModel" in error.next_step
+    assert "NewForCausalLM" in error.next_step
+    assert "loader/architectures/README.md" in error.next_step
 
 
 def test_layout_hf_quantizes_nothing():
     assert "--layout fused" in refused(UnsupportedModel, layout="hf", quantization="fp8").next_step
-
-
-@pytest.mark.parametrize("kind", ["pp", "ep", "dp"])
-@pytest.mark.parametrize("layout", ["hf", "fused"])
-def test_other_kinds_of_parallelism(kind, layout):
-    config = cache_config(tiny_config(), layout=layout)
-    parallel = config.parallel.model_copy(update={f"{kind}_size": 2})
-    with pytest.raises(UnsupportedModel, match=f"{kind} size 2"):
-        make_plan({}, tiny_config(), config.model_copy(update={"parallel": parallel}))
 
 
 def test_a_layout_or_revision_of_another_release():
@@ -309,9 +306,12 @@ def test_a_layout_or_revision_of_another_release():
             make_plan({}, tiny_config(), config.model_copy(update=update))
 
 
-def test_a_quantized_checkpoint_has_no_fused_layout_yet():
-    model = tiny_config(quantization_config={"quant_method": "gptq"})
-    assert "--layout hf" in refused(UnsupportedModel, model=model).next_step
+def test_a_quantization_that_nobody_knows_here():
+    model = tiny_config(quantization_config={"quant_method": "bitsandbytes"})
+    error = refused(UnsupportedModel, model=model)
+    assert "bitsandbytes" in error.message
+    assert error.expected == "awq, compressed-tensors, fp8, gptq, mxfp4"
+    assert "--layout hf" in error.next_step
     assert plan(model, layout="hf").parameters
 
 
@@ -393,25 +393,41 @@ def test_a_tied_head_is_cast_with_its_embedding():
     assert made["lm_head.weight"].dtype == made["model.embed_tokens.weight"].dtype == "float32"
 
 
+QUANTIZATIONS = ("fp8", "fp8-tensor", "fp8-block=16x12", "int8", "int4=8", "int4-asym=8")
+
+
 @pytest.mark.parametrize("asked", ["auto", "float16"])
-def test_fp8_takes_the_linear_weights_and_nothing_else(asked):
-    made = plan(tiny_config(architecture="Qwen2ForCausalLM"), tp_size=2, tp_rank=1, quantization="fp8", dtype=asked)
-    by_name = parameters(made)
-    names = [p.name for p in made.parameters]
-    plain = parameters(plan(tiny_config(architecture="Qwen2ForCausalLM"), tp_size=2, tp_rank=1, dtype=asked))
-    quantized = {f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in LINEAR}
-    for name in quantized:
-        weight, scale = by_name[name], by_name[f"{name}_scale"]
-        assert weight.dtype == "float8_e4m3fn"
-        assert weight.source_dtype == "bfloat16"
-        assert weight.transform == QuantizeFp8(scale.name)
-        assert (weight.shape, weight.copies) == (plain[name].shape, plain[name].copies)
-        assert (scale.dtype, scale.shape, scale.produced_by) == ("float32", (weight.shape[0], 1), name)
-        assert (scale.copies, scale.zeros, scale.transform, scale.source_dtype) == ((), (), None, None)
-        assert names.index(scale.name) == names.index(name) + 1
-    for name in by_name.keys() - quantized - {f"{name}_scale" for name in quantized}:
-        assert by_name[name] == plain[name]
-    assert len(by_name) == len(plain) + len(quantized)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantization_takes_the_linear_weights_and_nothing_else(quantization, asked):
+    model = tiny_config(architecture="Qwen2ForCausalLM", intermediate_size=64)
+    plain = parameters(plan(model, tp_size=2, tp_rank=1, dtype=asked))
+    made = plan(model, tp_size=2, tp_rank=1, quantization=quantization, dtype=asked)
+    linear = {f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in LINEAR}
+    expected = []
+    for name, parameter in plain.items():
+        if name not in linear:
+            expected.append(parameter)
+            continue
+        transform = quantizer(name, parameter.shape, Quantization.named(quantization), dtype=parameter.dtype)
+        first, *others = transform.products
+        weight = dataclasses.replace(parameter, name=first.name, shape=first.shape, dtype=first.dtype)
+        expected.append(dataclasses.replace(weight, source_dtype="bfloat16", transform=transform))
+        expected += [
+            PlannedParameter(
+                one.name, one.shape, one.dtype, None, (), produced_by=first.name, part_kind=parameter.part_kind
+            )
+            for one in others
+        ]
+    assert list(made.parameters) == expected
+    assert made.accounting == plan(model, tp_size=2, tp_rank=1, dtype=asked).accounting
+
+
+def test_groups_that_a_shard_would_cut_are_refused():
+    error = refused(UnsupportedModel, quantization="int4=16", tp_size=2, tp_rank=0)  # down_proj: 24 of 48 inputs
+    assert "mlp.down_proj.weight" in error.message
+    assert "24 inputs" in error.found
+    assert "int4=8" in error.next_step
+    plan(tiny_config(), quantization="int4=16")
 
 
 # Layout hf

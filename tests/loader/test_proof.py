@@ -7,7 +7,7 @@ import pytest
 from tests.support.checkpoints import tiny_config
 from tests.support.plans import headers, plan
 from weightcached.loader.boxes import Box
-from weightcached.loader.plan import Cast, Copy, QuantizeFp8
+from weightcached.loader.plan import Cast, Copy
 from weightcached.loader.proof import prove
 from weightcached.protocol.errors import PlanError
 
@@ -17,6 +17,13 @@ NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 SCALE = f"{DOWN}_scale"
+
+
+def products_of(parameter, position, **changes) -> dict:
+    """The change of ``transform`` that changes one of its products."""
+    products = list(parameter.transform.products)
+    products[position] = dataclasses.replace(products[position], **changes)
+    return {"transform": dataclasses.replace(parameter.transform, products=tuple(products))}
 
 
 @pytest.fixture
@@ -67,6 +74,8 @@ TAMPERED = {
         lambda p: copy_of(p, 0, source=Box((0, 0), (24, 32))),
         "does not fit",
     ),
+    "a matrix transposed that is not": (DOWN, lambda p: copy_of(p, 0, transposed=True), "does not fit"),
+    "a row transposed that is none": (NORM, lambda p: copy_of(p, 0, transposed=True), "does not fit"),
     "an empty copy": (
         NORM,
         lambda p: {"copies": (*p.copies, Copy(p.copies[0].tensor, Box((0,), (0,)), Box((0,), (0,))))},
@@ -78,12 +87,17 @@ TAMPERED = {
     "a cast to another dtype than stored": (NORM, lambda p: {"transform": Cast("float16")}, "float16"),
     "another source dtype than the tensor's": (NORM, lambda p: {"source_dtype": "float16"}, "not float16"),
     "quantized bytes stored as others": (DOWN, lambda p: {"dtype": "bfloat16"}, "stored as bfloat16"),
-    "a scale that is not planned": (DOWN, lambda p: {"transform": QuantizeFp8("elsewhere")}, "elsewhere"),
-    "another weight's scale": (DOWN, lambda p: {"transform": QuantizeFp8(f"{QKV}_scale")}, "qkv_proj"),
-    "a scale whose weight is not quantized": (SCALE, lambda p: {"produced_by": NORM}, NORM),
+    "nothing to quantize": (DOWN, lambda p: {"copies": (), "source_dtype": None}, "nothing to quantize"),
+    "a scale that is not planned": (DOWN, lambda p: products_of(p, 1, name="elsewhere"), "elsewhere"),
+    "another weight's scale": (DOWN, lambda p: products_of(p, 1, name=f"{QKV}_scale"), "not planned as its own"),
+    "a weight that its quantization does not make": (DOWN, lambda p: products_of(p, 0, name=NORM), "norm"),
+    "a share of other rows": (DOWN, lambda p: products_of(p, 1, rows=2), "row by row"),
+    "a share that is no matrix's": (DOWN, lambda p: products_of(p, 1, rows=None, shape=(31, 1)), "(31, 1)"),
+    "a scale whose weight is not quantized": (SCALE, lambda p: {"produced_by": NORM}, "not quantized"),
     "a scale of a weight that is not there": (SCALE, lambda p: {"produced_by": "gone"}, "gone"),
-    "a scale of the wrong shape": (SCALE, lambda p: {"shape": (31, 1)}, "[out, 1]"),
-    "a scale of the wrong dtype": (SCALE, lambda p: {"dtype": "float16"}, "float32"),
+    "a scale of another weight": (SCALE, lambda p: {"produced_by": QKV}, "does not produce it"),
+    "a scale of the wrong shape": (SCALE, lambda p: {"shape": (31, 1)}, "(31, 1)"),
+    "a scale of the wrong dtype": (SCALE, lambda p: {"dtype": "float16"}, "float16"),
     "a scale that is also padding": (SCALE, lambda p: {"zeros": (Box((0, 0), (32, 1)),)}, "by itself"),
     "an alias of nothing": (HEAD, lambda p: {"alias_of": "gone"}, "gone"),
     "an alias of itself": (HEAD, lambda p: {"alias_of": HEAD}, "no parameter with a place"),
@@ -119,3 +133,22 @@ def test_boxes_may_differ_in_axes_of_length_one(whole):
     prove([stacked])
     with pytest.raises(PlanError, match="elements are written"):
         prove([dataclasses.replace(stacked, copies=stacked.copies[:1])])
+
+
+def test_matrices_may_be_transposed_alone_or_in_a_stack(whole):
+    tensor = headers({"stack": (2, 4, 6)})["stack"]
+    copies = tuple(Copy(tensor, Box((i, 0, 0), (1, 4, 6)), Box((i, 0, 0), (1, 6, 4)), transposed=True) for i in (0, 1))
+    stacked = dataclasses.replace(whole[NORM], shape=(2, 6, 4), copies=copies)
+    prove([stacked])
+    prove(
+        [
+            dataclasses.replace(
+                stacked, copies=(Copy(tensor, Box((0, 0, 0), (2, 4, 6)), Box((0, 0, 0), (2, 6, 4)), True),)
+            )
+        ]
+    )
+    turned = dataclasses.replace(
+        stacked, shape=(2, 4, 6), copies=tuple(dataclasses.replace(c, transposed=False) for c in copies)
+    )
+    with pytest.raises(PlanError, match="does not fit"):
+        prove([turned])

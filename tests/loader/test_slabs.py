@@ -1,6 +1,7 @@
 """Slabs: whatever the boxes, each byte of a parameter is filled once and from the right place."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,51 +10,27 @@ from hypothesis import strategies as st
 
 from tests.support import naive
 from tests.support.checkpoints import tiny_config
+from tests.support.partitions import header, partitioned
 from tests.support.plans import cache_config
 from weightcached.loader.accounting import account
-from weightcached.loader.boxes import Box, whole
-from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, QuantizeFp8, TensorHeader
-from weightcached.loader.reading import spans
-from weightcached.loader.slabs import SLAB_NBYTES, reads_of, slabs
+from weightcached.loader.boxes import whole
+from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter
+from weightcached.loader.quantizers import quantizer
+from weightcached.loader.reading import requests, spans
+from weightcached.loader.slabs import SLAB_NBYTES, Read, reads_of, slabs
+from weightcached.protocol.quantization import Quantization
 
 
-def header(name: str, shape: tuple[int, ...], dtype: str = "int16", offset: int = 64) -> TensorHeader:
-    return TensorHeader(name, dtype, shape, "f", offset, math.prod(shape) * np.dtype(dtype).itemsize)
-
-
-@st.composite
-def partitioned(draw):
-    """(parameter, tensors): a parameter cut at random into boxes, each padding or a box of some larger tensor."""
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=4)))
-    boxes = [whole(shape)]
-    for _ in range(draw(st.integers(0, 5))):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
-        if not axes:
-            boxes.append(box)
+def moves(read: Read) -> Iterator[tuple[int, int, int]]:
+    """(from in the tensor, to in the buffer, bytes) of what the read says: by element where it makes columns."""
+    for i in range(read.ranges):
+        source = read.offset - read.tensor.offset + i * read.pitch
+        if read.column_itemsize is None:
+            yield source, read.target + i * read.target_pitch, read.length
             continue
-        axis = draw(st.sampled_from(axes))
-        at = draw(st.integers(1, box.shape[axis] - 1))
-        low, high = list(box.shape), list(box.shape)
-        low[axis], high[axis] = at, box.shape[axis] - at
-        start = list(box.start)
-        start[axis] += at
-        boxes += [Box(box.start, tuple(low)), Box(tuple(start), tuple(high))]
-    copies, zeros, tensors = [], [], {}
-    for number, box in enumerate(boxes):
-        if draw(st.integers(0, 4)) == 0:
-            zeros.append(box)
-            continue
-        extents = [extent for extent in box.shape if extent > 1 or draw(st.booleans())]  # axes of one may be missing
-        start = [draw(st.integers(0, 2)) for _ in extents]
-        outer = [a + n + draw(st.integers(0, 2)) for a, n in zip(start, extents, strict=True)]
-        name = f"t{number}"
-        values = np.arange(1, math.prod(outer) + 1, dtype=np.int16).reshape(outer) + 1000 * number
-        tensors[name] = values
-        copies.append(Copy(header(name, tuple(outer)), Box(tuple(start), tuple(extents)), box))
-    dtype = "int16"
-    parameter = PlannedParameter("p", shape, dtype, dtype if copies else None, tuple(copies), tuple(zeros))
-    return parameter, tensors
+        for j in range(read.length // read.column_itemsize):
+            at = j * read.column_itemsize
+            yield source + at, read.target + j * read.target_pitch + i * read.column_itemsize, read.column_itemsize
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,17 +44,17 @@ def test_any_partition_is_filled_as_numpy_would(case, slab_nbytes):
     next_element = 0
     for number, slab in enumerate(slabs(parameter, slab_nbytes=slab_nbytes)):
         assert (slab.number, slab.first, slab.source_nbytes) == (number, next_element, slab.elements * 2)
-        assert slab.source_nbytes <= max(slab_nbytes, 2)
+        transposed = any(copy.transposed for copy in parameter.copies)
+        assert slab.source_nbytes <= max(slab_nbytes, 2 * math.prod(parameter.shape[-2:]) if transposed else 2)
         next_element += slab.elements
         buffer = bytearray(slab.source_nbytes)
         written = np.zeros(slab.source_nbytes, np.uint8)
         for read in slab.reads:
             data = tensors[read.tensor.name].tobytes()
-            for n in range(read.ranges):
-                source, target = read.offset - read.tensor.offset + n * read.pitch, read.target + n * read.target_pitch
-                assert 0 <= source <= len(data) - read.length
-                buffer[target : target + read.length] = data[source : source + read.length]
-                written[target : target + read.length] += 1
+            for source, target, nbytes in moves(read):
+                assert 0 <= source <= len(data) - nbytes
+                buffer[target : target + nbytes] = data[source : source + nbytes]
+                written[target : target + nbytes] += 1
         for zeros in slab.zeros:
             for n in range(zeros.count):
                 at = zeros.offset + n * zeros.pitch
@@ -94,8 +71,10 @@ def test_any_partition_is_filled_as_numpy_would(case, slab_nbytes):
 def test_all_reads_at_once_bring_the_same_bytes(case):
     parameter, _ = case
     kept = sum(copy.destination.volume * 2 for copy in parameter.copies)
-    assert sum(read.nbytes for read in reads_of(parameter)) == kept
-    assert sum(nbytes for read in reads_of(parameter) for _, nbytes in spans(read)) >= kept
+    reads = [read for copy in parameter.copies for read in reads_of(copy, parameter.shape, 2)]
+    assert sum(read.nbytes for read in reads) == kept
+    read_nbytes = sum(nbytes for read in reads for _, nbytes in spans(read))
+    assert sum(nbytes for _, nbytes in requests(parameter)) == read_nbytes >= kept
 
 
 def test_a_large_copy_is_cut_into_slabs_of_two_mebibytes():
@@ -107,16 +86,60 @@ def test_a_large_copy_is_cut_into_slabs_of_two_mebibytes():
     assert [slab.reads[0].offset for slab in made] == [64 + n * SLAB_NBYTES for n in range(6)]
 
 
+def to_be_quantized(name: str, shape: tuple[int, ...], *, strided: bool = False) -> PlannedParameter:
+    """A float16 weight that all of one tensor becomes, or, ``strided``, its first columns."""
+    tensor = header("t", (*shape[:-1], shape[-1] + (10 if strided else 0)), "float16")
+    made = quantizer("p", shape, Quantization.named(name), dtype="float16")
+    copies = (Copy(tensor, whole(shape), whole(shape)),)
+    first = made.products[0]
+    return PlannedParameter(first.name, first.shape, first.dtype, "float16", copies, transform=made)
+
+
+def rows_of(parameter: PlannedParameter, slab_rows: int) -> list[tuple[int, int]]:
+    """(first row, rows) of each slab, when there is room for ``slab_rows``."""
+    columns = parameter.source_shape[-1]
+    made = list(slabs(parameter, slab_nbytes=columns * 4 * slab_rows))
+    assert all(slab.first % columns == slab.elements % columns == 0 for slab in made)
+    return [(slab.first // columns, slab.elements // columns) for slab in made]
+
+
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_row_is_never_cut_when_it_will_be_quantized(strided):
-    tensor = header("t", (5, 30), "float16")
-    box = Box((0, 0), (5, 20)) if strided else whole((5, 30))
-    parameter = PlannedParameter(
-        "p", box.shape, "float8_e4m3fn", "float16", (Copy(tensor, box, whole(box.shape)),), transform=QuantizeFp8("s")
-    )
-    columns = box.shape[1]
-    assert [slab.elements for slab in slabs(parameter, slab_nbytes=columns * 2 * 2)] == [columns * 2] * 2 + [columns]
-    assert [slab.elements for slab in slabs(parameter, slab_nbytes=7)] == [columns] * 5
+def test_rows_that_share_a_scale_are_never_parted(strided):
+    channels = to_be_quantized("fp8", (5, 24), strided=strided)
+    assert rows_of(channels, 2) == [(0, 2), (2, 2), (4, 1)]
+    assert rows_of(channels, 0) == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
+    blocks = to_be_quantized("fp8-block=4x8", (10, 24), strided=strided)
+    assert rows_of(blocks, 1) == [(0, 4), (4, 4), (8, 2)]
+    assert rows_of(blocks, 9) == [(0, 8), (8, 2)]
+    zero_points = to_be_quantized("int4-asym=8", (20, 24), strided=strided)
+    assert rows_of(zero_points, 3) == [(0, 8), (8, 8), (16, 4)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_no_slab_has_rows_of_two_matrices(strided):
+    stack = to_be_quantized("fp8-block=4x8", (3, 6, 24), strided=strided)
+    assert rows_of(stack, 100) == [(0, 6), (6, 6), (12, 6)]
+    assert rows_of(stack, 4) == [(0, 4), (4, 2), (6, 4), (10, 2), (12, 4), (16, 2)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_matrix_with_one_scale_is_read_whole_before_it_is_quantized(strided):
+    stack = to_be_quantized("fp8-tensor", (2, 6, 24), strided=strided)
+    made = list(slabs(stack, slab_nbytes=24 * 4 * 4))
+    assert [slab.step for slab in made] == (["measure"] * 2 + ["quantize"] * 2) * 2
+    assert [(slab.number, slab.first // 24, slab.elements // 24) for slab in made] == [
+        (2 * matrix + n, 6 * matrix + 4 * n, 4 - 2 * n) for matrix in range(2) for _ in range(2) for n in range(2)
+    ]
+    assert all(bool(slab.reads) == (slab.step == "measure") for slab in made)
+
+
+def test_a_transposed_matrix_is_never_cut_but_a_stack_of_them_is():
+    """Each piece of it would take some bytes of every row, and so read the whole file's matrix again."""
+    tensor = header("t", (5, 30, 20))
+    copy = Copy(tensor, whole(tensor.shape), whole((5, 20, 30)), transposed=True)
+    parameter = PlannedParameter("p", (5, 20, 30), "int16", "int16", (copy,))
+    assert [slab.elements for slab in slabs(parameter, slab_nbytes=7)] == [600] * 5
+    assert [slab.elements for slab in slabs(parameter, slab_nbytes=2500)] == [1200, 1200, 600]
 
 
 def test_aliases_scales_and_empty_parameters_have_no_slabs():

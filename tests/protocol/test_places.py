@@ -26,6 +26,12 @@ def test_paths_follow_from_directory_name_and_device() -> None:
     assert str(place) == "llama/host-tp3of8"
 
 
+def test_stages_and_expert_ranks_are_in_the_device_where_there_are_several() -> None:
+    assert host_device(tp_size=2, tp_rank=0, pp_size=2, pp_rank=1) == "host-tp0of2-pp1of2"
+    assert host_device(tp_size=1, tp_rank=0, ep_size=8, ep_rank=5) == "host-tp0of1-ep5of8"
+    assert host_device(tp_size=2, tp_rank=1, pp_size=3, pp_rank=0, ep_size=4, ep_rank=3) == "host-tp1of2-pp0of3-ep3of4"
+
+
 @pytest.mark.parametrize(
     "word",
     ["", ".", "..", ".hidden", "-option", "a/b", "/", "a b", "a\n", "a\0", "ü", "a*", "~", "$HOME"],
@@ -79,6 +85,9 @@ def test_a_relative_runtime_directory_is_refused(option: str) -> None:
 def test_a_rank_out_of_range_has_no_device(size: int, rank: int) -> None:
     with pytest.raises(InvalidOption):
         host_device(tp_size=size, tp_rank=rank)
+    for kind in ("pp", "ep"):
+        with pytest.raises(InvalidOption):
+            host_device(tp_size=1, tp_rank=0, **{f"{kind}_size": size, f"{kind}_rank": rank})
 
 
 def test_the_places_of_a_directory_are_those_with_a_socket_or_a_lock(tmp_path: Path) -> None:
