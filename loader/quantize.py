@@ -147,7 +147,7 @@ def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
 def _refuse_scale(slab: Slab, values: torch.Tensor) -> NoReturn:
     """Say which scale is none."""
     at = int(values.isfinite().logical_not_().nonzero()[0])
-    raise CheckpointError(
+    raise UnusableValue(
         f"{_source_of(slab.parameter, slab.first + at)} is a scale and has a value that is not finite",
         expected="finite values",
         found=f"{float(values[at])!r} as {slab.parameter.dtype}",
