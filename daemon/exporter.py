@@ -25,7 +25,7 @@ from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.pages import Snapshot
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.seen import Seen, collect
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import runtime_directory
@@ -97,7 +97,13 @@ def main(argv: list[str]) -> int:
     add_place_arguments(parser)
     parser.add_argument("--listen", default="127.0.0.1:9410", metavar="IP:PORT", help="default: 127.0.0.1:9410")
     parser.add_argument("--allow-remote", action="store_true", help="let other hosts reach that address")
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="for each daemon's answer (default: 2)")
+    parser.add_argument(
+        "--timeout",
+        type=positive_seconds,
+        default=2.0,
+        metavar="S",
+        help="for each daemon's answer (default: 2)",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     given = parser.parse_args(argv)

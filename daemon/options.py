@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, user_id
+from weightcached.protocol.command_line import Parser, group_id, positive, positive_seconds, user_id
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
@@ -67,7 +67,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What to load, and how; everything but the rank."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
-    group.add_argument("--tp-size", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    group.add_argument("--tp-size", type=positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
     group.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
@@ -88,21 +88,25 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """Limits and logs of a daemon. At its limits, used by hostile clients, a keeper still fits into 64 MiB."""
     group = parser.add_argument_group("running")
     group.add_argument(
-        "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
+        "--drain-timeout", type=positive_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
     )
     group.add_argument(
-        "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
+        "--exchange-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for one request, and for one reply",
     )
-    group.add_argument("--connections-max", type=_positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=positive, default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=_positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=positive, default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=_positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=positive, default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=_positive,
+        type=positive,
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -136,7 +140,7 @@ def parse_serve(argv: list[str]) -> ServeOptions:
     parser.add_argument(
         "--tp-rank", type=int, metavar="R", help="this daemon's rank; required when --tp-size is over 1"
     )
-    parser.add_argument("--parent-pid", type=_positive, help=argparse.SUPPRESS)  # `up`: die with that process
+    parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
@@ -144,6 +148,8 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
+    if not given.model:
+        raise InvalidOption("--model is empty", expected="a checkpoint directory, or a hub id", found="no text")
     if given.tp_rank is None and given.tp_size > 1:
         raise InvalidOption(
             "--tp-rank is required when --tp-size is over 1: a rank that is guessed loads the wrong shard",
@@ -194,17 +200,3 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
         remote_option="--metrics-allow-remote",
         allow_remote=given.metrics_allow_remote,
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
-    return value

@@ -20,7 +20,7 @@ from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
 from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.text import binary_size, one_line
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive, positive_seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -118,12 +118,14 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 given up, or nothing was there; 1 something could not be given up; 64 bad options",
     )
     add_place_arguments(parser)
-    parser.add_argument("--tp-size", type=int, metavar="N", help="this model's ranks")
+    parser.add_argument("--tp-size", type=positive, metavar="N", help="this model's ranks")
     parser.add_argument("--tp-rank", type=int, metavar="R", help="this rank only")
     parser.add_argument(
         "--quarantined", action="store_true", help="only what is kept and not served; daemons go on serving"
     )
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="for each place (default: 30)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=30.0, metavar="S", help="for each place (default: 30)"
+    )
     given = parser.parse_args(argv)
     try:
         runtime_dir = runtime_directory(given.runtime_dir)

@@ -18,7 +18,7 @@ from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive, seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -118,9 +118,11 @@ def main(argv: list[str]) -> int:
         "that have a socket, and at least one.",
         epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
     )
-    parser.add_argument("--timeout", type=float, required=True, metavar="S", help="how long to wait at most")
+    parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
     add_place_arguments(parser)
-    parser.add_argument("--tp-size", type=int, metavar="N", help="wait for this model's ranks, whether started or not")
+    parser.add_argument(
+        "--tp-size", type=positive, metavar="N", help="wait for this model's ranks, whether started or not"
+    )
     parser.add_argument("--tp-rank", type=int, metavar="R", help="wait for this rank only")
     given = parser.parse_args(argv)
     try:

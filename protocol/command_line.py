@@ -1,7 +1,7 @@
 """What every ``weightcached`` command has in common: how options are parsed, and the exit statuses that mean the same.
 
-Owns :class:`Parser`, the two shared exit statuses, and users and groups by name. What a command accepts, and its other
-statuses, are its own.
+Owns :class:`Parser`, the two shared exit statuses, numbers of seconds and of things, and users and groups by name. What
+a command accepts, and its other statuses, are its own.
 """
 
 from __future__ import annotations
@@ -36,6 +36,37 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+def seconds(text: str) -> float:
+    """Seconds, up to a day: what every wait below can be told. Raises ArgumentTypeError."""
+    value = _number(text)
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError("seconds, at most 86400, are expected")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """Seconds where none would leave no time at all. Raises ArgumentTypeError."""
+    value = _number(text)
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
+    return value
+
+
+def positive(text: str) -> int:
+    """A number of things. Raises ArgumentTypeError."""
+    value = int(text) if re.fullmatch("-?[0-9]{1,18}", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError("a whole number, at least 1, is expected")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
 
 
 def user_id(text: str) -> int:

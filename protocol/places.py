@@ -24,6 +24,9 @@ LOCK_SUFFIX = ".lock"
 SOCKET_PATH_MAX_BYTES = 107
 BINDING_SUFFIX = ".new"
 
+TP_SIZE_MAX = 1024
+"""More ranks than any model has. Beyond it is a slip, found out before a rank is started or waited for."""
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -41,6 +44,8 @@ def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
 
 def host_device(*, tp_size: int, tp_rank: int) -> str:
     """The device word of a host-memory place, such as ``host-tp0of2``."""
+    if not 1 <= tp_size <= TP_SIZE_MAX:
+        raise InvalidOption("unusable tensor-parallel size", expected=f"1 to {TP_SIZE_MAX}", found=tp_size)
     if not 0 <= tp_rank < tp_size:
         raise InvalidOption("the tensor-parallel rank is out of range", expected=f"0 to {tp_size - 1}", found=tp_rank)
     return f"host-tp{tp_rank}of{tp_size}"
@@ -97,11 +102,11 @@ def places_in(runtime_dir: Path) -> list[Place]:
     """Every place of ``runtime_dir`` that has a socket file or a lock file, sorted. A missing directory has none.
 
     Entries whose names no place could have are somebody else's and are passed over. Raises InvalidPlace for a directory
-    that cannot be listed: what it holds is unknown, which is not the same as nothing.
+    that cannot be listed, or is none: what it holds is unknown, which is not the same as nothing.
     """
     found = set()
     for name in _entries(runtime_dir):
-        for entry in _entries(runtime_dir / name):
+        for entry in _entries(runtime_dir / name, none=(FileNotFoundError, NotADirectoryError)):
             device, suffix = os.path.splitext(entry)
             if suffix in (SOCKET_SUFFIX, LOCK_SUFFIX):
                 with suppress(InvalidOption, InvalidPlace):
@@ -109,10 +114,10 @@ def places_in(runtime_dir: Path) -> list[Place]:
     return sorted(found, key=lambda place: (place.name, place.device))
 
 
-def _entries(directory: Path) -> list[str]:
+def _entries(directory: Path, *, none: tuple[type[OSError], ...] = (FileNotFoundError,)) -> list[str]:
     try:
         return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
+    except none:
         return []
     except OSError as error:
         raise InvalidPlace("a directory of places cannot be listed", found=error.strerror, where=directory) from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from weightcached.protocol.command_line import Parser, user_id
+from weightcached.protocol.command_line import Parser, seconds, user_id
 from weightcached.protocol.places import DEFAULT_NAME
 
 Mode = Literal["off", "client", "require", "daemon"]
@@ -93,11 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached")
     add("--dtype", choices=get_args(Dtype), default="auto", help="auto: as on disk (default: %(default)s)")
     add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
-    add("--timeout", dest="timeout_s", type=_seconds, default=600.0, metavar="S", help="for the weights, in all (600)")
+    add("--timeout", dest="timeout_s", type=seconds, default=600.0, metavar="S", help="for the weights, in all (600)")
     add(
         "--wait-for-daemon",
         dest="wait_for_daemon_s",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
@@ -132,16 +132,6 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 
     convert.__name__ = "whole number"
     return convert
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value
-
-
-_seconds.__name__ = "number of seconds"
 
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
