@@ -116,7 +116,7 @@ def attach(
     """
     if mode not in get_args(Mode):
         raise InvalidOption("unknown mode", expected=" or ".join(get_args(Mode)), found=mode)
-    rank = options.checked_rank(tp_rank, tp_size)
+    rank, tp_size = options.checked_rank(tp_rank, tp_size)
     place = Place(runtime_directory(runtime_dir), name, host_device(tp_size=tp_size, tp_rank=rank))
     timeout_s = options.checked_seconds("timeout_s", timeout_s)
     wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
@@ -131,7 +131,7 @@ def attach(
     wanted = Wanted(
         model_dir,
         build_config(model_dir, layout=layout, tp_size=tp_size, tp_rank=rank, dtype=dtype, quantization=quantization),
-        want,
+        options.checked_want(want),
         options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),

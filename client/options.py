@@ -5,25 +5,46 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
+import operator
 import sys
 from pathlib import Path
 
 from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.text import one_line
 
-_LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
+_LONGEST_TIMEOUT_S = 24 * 24 * 3600.0
+"""About what poll() can wait, whose milliseconds have 32 bits."""
 _LONGEST_HEARTBEAT_S = 24 * 3600.0
+_WANT_MAX_CHARACTERS = 1024
 
 
-def checked_rank(tp_rank: int | None, tp_size: int) -> int:
-    """A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right."""
-    if tp_rank is not None:
-        return tp_rank
-    if tp_size != 1:
+def checked_rank(tp_rank: int | None, tp_size: int) -> tuple[int, int]:
+    """Rank and size, as plain ints: ``0.0`` or ``False`` would name a place where no daemon can ever be, and an absent
+    place is loaded from disk.
+
+    A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right.
+    """
+    try:
+        size = operator.index(tp_size)
+        rank = None if tp_rank is None else operator.index(tp_rank)
+    except TypeError as error:
+        found = f"tp_size={tp_size!r}, tp_rank={tp_rank!r}"
+        raise InvalidOption("tp_size and tp_rank are whole numbers", expected="ints", found=found) from error
+    if rank is not None:
+        return rank, size
+    if size != 1:
         raise InvalidOption(
-            "tp_rank is missing", expected=f"0 to {tp_size - 1}", found="none", next_step="pass this process's rank"
+            "tp_rank is missing", expected=f"0 to {size - 1}", found="none", next_step="pass this process's rank"
         )
-    return 0
+    return 0, size
+
+
+def checked_want(want: str) -> str:
+    """What a daemon can be asked for: text that fits a frame."""
+    if not isinstance(want, str) or not 0 < len(want) <= _WANT_MAX_CHARACTERS or not want.isprintable():
+        raise InvalidOption("unusable want", expected="'checkpoint', 'current', or a version", found=repr(want)[:200])
+    return want
 
 
 def checked_digest(digest: str | None, want: str) -> str | None:
@@ -50,8 +71,10 @@ def checked_heartbeat(seconds: float) -> float:
 
 
 def engine_name(stated: str | None) -> str:
-    """What this engine is called in the daemon's list of leases: as ``stated``, else after the program."""
-    return (stated or Path(sys.argv[0] if sys.argv else "").name or "python")[:200]
+    """What this engine is called in the daemon's list of leases: as ``stated``, else after the program, whose file's
+    name may be no text.
+    """
+    return one_line(str(stated or Path(sys.argv[0] if sys.argv else "").name or "python"))[:200]
 
 
 @functools.cache
