@@ -47,6 +47,8 @@ from weightcached.protocol.places import Place, host_device
 TIMEOUT_S = 60.0
 """For things that have to happen; generous, because the machine may be busy."""
 
+_RANKS = ("tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank")
+
 _SCRIPTED_PROGRAM = """
 import os, sys
 if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
@@ -283,11 +285,16 @@ def arguments_for(
     tp_rank: int = 0,
     dtype: str = "auto",
     quantization: str = "none",
+    **ranks: Any,
 ) -> list[str]:
-    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON."""
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON. ``ranks`` are
+    further sizes and ranks, and the placement of experts.
+    """
     arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
     arguments += ["--layout", layout, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank), "--dtype", dtype]
     arguments += ["--quantization", quantization, "--cache-dir", str(runtime_dir / "digests"), "--log-format", "json"]
+    for option, value in ranks.items():
+        arguments += [f"--{option.replace('_', '-')}", str(value)]
     return arguments
 
 
@@ -302,7 +309,8 @@ def start(
     **options: Any,
 ) -> Daemon:
     """Start a daemon and return at once. The caller stops it. ``extra`` are further arguments of `serve`."""
-    place = Place(runtime_dir, name, host_device(tp_size=options.get("tp_size", 1), tp_rank=options.get("tp_rank", 0)))
+    ranks = {"tp_size": 1, "tp_rank": 0, **{key: options[key] for key in _RANKS if key in options}}
+    place = Place(runtime_dir, name, host_device(**ranks))
     process = subprocess.Popen(
         [*command, *arguments_for(model_dir, runtime_dir, name=name, **options), *extra],
         cwd=ROOT,
