@@ -26,6 +26,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "wait": ("weightcached.daemon.wait:main", "return when a place is ready"),
     "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
     "install-units": ("weightcached.daemon.install_units:main", "put the systemd files where systemd looks"),
+    "plan": ("weightcached.loader.plan_command:main", "show what would be loaded, from the files' headers alone"),
+    "verify": (
+        "weightcached.client.verify_command:main",
+        "compare what daemons serve with its manifest, and with disk",
+    ),
+    "snapshot": (
+        "weightcached.client.snapshot_command:main",
+        "save a rank's finished shard to disk; load it to try it",
+    ),
     "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
     "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
     "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),

@@ -21,13 +21,13 @@ from weightcached.daemon import log as logs
 from weightcached.daemon.address import Address
 from weightcached.daemon.http import HttpServer
 from weightcached.daemon.mapped import unexplained
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.pages import Snapshot
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.seen import Seen, collect
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
 _CANNOT_START_EXIT = 1

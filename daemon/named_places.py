@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weightcached.daemon.options import positive
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.places import DEFAULT_NAME, Place
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
+from weightcached.protocol.shard_options import positive
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:

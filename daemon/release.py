@@ -19,7 +19,6 @@ from pathlib import Path
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
 from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.text import binary_size, one_line
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.deadline import Deadline
@@ -32,6 +31,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.messages import Release, Released
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.02

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from weightcached.daemon.leases import DETACHED_AFTER_S
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import LeaseInfo, Report
+from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
 _LEASES_SHOWN = 20

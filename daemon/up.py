@@ -19,19 +19,14 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.address import Address
-from weightcached.daemon.options import (
-    add_model_arguments,
-    add_place_arguments,
-    add_running_arguments,
-    metrics_address,
-    serve_options,
-    sizes,
-)
+from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.place_options import add_place_arguments
 from weightcached.protocol.processes import python_command
 from weightcached.protocol.ranks import every_rank, ranks_of
+from weightcached.protocol.shard_options import sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 

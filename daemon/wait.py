@@ -15,7 +15,6 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
 from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
@@ -30,6 +29,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import add_place_arguments, allow_list
 from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.1

@@ -172,7 +172,7 @@ class _Team:
 
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
-        transforms = Transforms()
+        transforms = Transforms(self._lend)
         try:
             while (slab := self._next()) is not None:
                 if slab.step != "all":
@@ -192,8 +192,10 @@ class _Team:
         parameter = slab.parameter
         if parameter.transform is not None:
             return None
-        offset = self._placed[parameter.name].offset + slab.first * itemsize_bytes(parameter.dtype)
-        return self._pages.memory(offset, slab.source_nbytes)
+        return self._lend(parameter.name, slab.first * itemsize_bytes(parameter.dtype), slab.source_nbytes)
+
+    def _lend(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        return self._pages.memory(self._placed[name].offset + offset, nbytes)
 
     def _process(self, slab: Slab, buffer: memoryview, transforms: Transforms, *, in_place: bool) -> None:
         self._count(slab, self._reader.fill(slab, buffer))
@@ -210,10 +212,10 @@ class _Team:
         self._finish(slab, outputs, in_place=False)
 
     def _finish(self, slab: Slab, outputs: tuple[Output, ...], *, in_place: bool) -> None:
-        if not in_place:
-            for output in outputs:
+        for output in outputs:
+            if not (in_place or output.in_place):
                 _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
-        self._digest(slab, outputs, lasting=in_place or slab.parameter.transform is not None)
+        self._digest(slab, outputs, lasting=in_place or outputs[0].in_place)
         self._meter.add(sum(len(output.data) for output in outputs))
 
     def _count(self, slab: Slab, read_nbytes: int) -> None:

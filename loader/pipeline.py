@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from weightcached.loader.checkpoint import Checkpoint
+from weightcached.loader.collector import collector_paused
 from weightcached.loader.execute import THREADS, Executed, Progress, Traffic, execute
 from weightcached.loader.layout import Placed, Placement, place
 from weightcached.loader.plan import make_plan
@@ -66,8 +67,9 @@ class Loaded:
 
 def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
     """Plan and place. Reads nothing but what ``checkpoint`` already holds. Raises what ``make_plan`` raises."""
-    plan = make_plan(checkpoint.tensors, checkpoint.config, config)
-    return Prepared(plan, place(plan), requested_nbytes(plan))
+    with collector_paused():
+        plan = make_plan(checkpoint.tensors, checkpoint.config, config)
+        return Prepared(plan, place(plan), requested_nbytes(plan))
 
 
 def load(

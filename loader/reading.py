@@ -7,11 +7,14 @@ the checkpoint's descriptors are borrowed. Thread-safe: each thread brings a buf
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from weightcached.loader.planned import LoadPlan, PartKind, PlannedParameter
+from weightcached.loader.boxes import Box, Shape, is_contiguous
+from weightcached.loader.planned import Copy, LoadPlan, PartKind, PlannedParameter, TensorHeader
 from weightcached.loader.slabs import Read, Slab, reads_of
+from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import CheckpointError, TruncatedFile
 
 BAND_NBYTES = 128 << 10
@@ -136,16 +139,30 @@ def requested_nbytes(plan: LoadPlan) -> dict[PartKind, int]:
     """
     requested: dict[PartKind, int] = {}
     for parameter in plan.parameters:
-        nbytes = sum(nbytes for _, _, nbytes in requests(parameter))
+        nbytes = sum([nbytes for _, nbytes in requests(parameter)])
         requested[parameter.part_kind] = requested.get(parameter.part_kind, 0) + nbytes
     return requested
 
 
-def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int, int]]:
-    """(file, offset, nbytes) of all ranges that are read for the parameter, gaps included."""
-    for read in reads_of(parameter):
-        for offset, nbytes in spans(read):
-            yield read.tensor.file, offset, nbytes
+def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int]]:
+    """(file, nbytes) that is read for each of the parameter's copies, gaps included."""
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    for copy in parameter.copies:
+        tensor = copy.tensor
+        if copy.source.shape == tensor.shape:
+            yield tensor.file, tensor.nbytes
+        else:
+            boxes = (copy.source, copy.destination, copy.transposed)
+            yield tensor.file, _requested_nbytes(boxes, tensor.shape, parameter.source_shape, itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _requested_nbytes(boxes: tuple[Box, Box, bool], tensor: Shape, parameter: Shape, itemsize: int) -> int:
+    """The same for one copy between tensors of these shapes. Layers repeat them: each is looked at once."""
+    if is_contiguous(boxes[0], tensor):
+        return boxes[0].volume * itemsize
+    copy = Copy(TensorHeader("", "uint8", tensor, "", 0, 0), *boxes)
+    return sum(nbytes for read in reads_of(copy, parameter, itemsize) for _, nbytes in spans(read))
 
 
 def spans(read: Read) -> Iterator[tuple[int, int]]:

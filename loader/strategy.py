@@ -31,7 +31,7 @@ def choose(parameters: Iterable[PlannedParameter], files_nbytes: Mapping[str, in
     """The strategy for filling ``parameters`` from files of these sizes."""
     wanted = dict.fromkeys(files_nbytes, 0)
     for parameter in parameters:
-        for file, _, nbytes in requests(parameter):
+        for file, nbytes in requests(parameter):
             wanted[file] += nbytes
     exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files_nbytes[file])
     share = sum(wanted.values()) / max(1, sum(files_nbytes.values()))
