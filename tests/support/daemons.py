@@ -47,8 +47,6 @@ from weightcached.protocol.places import Place, host_device
 TIMEOUT_S = 60.0
 """For things that have to happen; generous, because the machine may be busy."""
 
-_RANKS = ("tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank")
-
 _SCRIPTED_PROGRAM = """
 import os, sys
 if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
@@ -285,10 +283,10 @@ def arguments_for(
     tp_rank: int = 0,
     dtype: str = "auto",
     quantization: str = "none",
-    **ranks: Any,
+    **ranks: object,
 ) -> list[str]:
-    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON. ``ranks`` are
-    further sizes and ranks, and the placement of experts.
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON. ``ranks``: of stages
+    and experts.
     """
     arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
     arguments += ["--layout", layout, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank), "--dtype", dtype]
@@ -309,7 +307,7 @@ def start(
     **options: Any,
 ) -> Daemon:
     """Start a daemon and return at once. The caller stops it. ``extra`` are further arguments of `serve`."""
-    ranks = {"tp_size": 1, "tp_rank": 0, **{key: options[key] for key in _RANKS if key in options}}
+    ranks = {"tp_size": 1, "tp_rank": 0} | {key: options[key] for key in options if key.endswith(("_size", "_rank"))}
     place = Place(runtime_dir, name, host_device(**ranks))
     process = subprocess.Popen(
         [*command, *arguments_for(model_dir, runtime_dir, name=name, **options), *extra],
