@@ -285,7 +285,7 @@ def arguments_for(
     quantization: str = "none",
     **ranks: object,
 ) -> list[str]:
-    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON. ``ranks``: of stages
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets, logs as JSON. ``ranks``: of stages
     and experts.
     """
     arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
