@@ -20,6 +20,7 @@ from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
 
 _HASH_PIECE_BYTES = 256 * 1024
+_UNKNOWN = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,15 @@ class CheckpointReceipts:
     trusted: bool
     rule: str
     """Why they are trusted or not."""
+
+    @classmethod
+    def unknown(cls, rule: str) -> CheckpointReceipts:
+        """Stands where nothing is known of the files, and proves nothing; ``rule`` says why."""
+        return cls(_UNKNOWN, trusted=False, rule=rule)
+
+    @property
+    def known(self) -> bool:
+        return self.sha256 != _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,7 @@ class Generation:
     segments_nbytes: tuple[int, ...]
     resident_nbytes: int
     bytes_read: int
+    bytes_kept: int
     accounting: AccountingCounts
     receipts: CheckpointReceipts
     receipts_version: str

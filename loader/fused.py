@@ -180,7 +180,7 @@ def _plan_one(
         for planned in _quantized(wanted, source, copies, quantize):
             parameters[planned.name] = planned
         return
-    cast = Cast(dtype) if copies and dtype != source else None
+    cast = Cast(dtype, wanted.finite) if copies and (dtype != source or wanted.finite) else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
     )
@@ -214,7 +214,7 @@ def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
 def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
     """The dtype of all headers. Raises UnsupportedModel unless it is one, and what the parameter can be made of."""
     dtype = headers[0].dtype
-    if any(header.dtype != dtype for header in headers):
+    if any(header.dtype != dtype for header in headers[1:]):
         raise UnsupportedModel(
             f"the parts of {wanted.name} have different dtypes",
             expected="one dtype",
@@ -222,13 +222,13 @@ def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
             where=", ".join(sorted({header.file for header in headers})),
             next_step="use --layout hf at TP size 1, or convert the checkpoint",
         )
-    if wanted.dtype is None or DTYPES[wanted.dtype].castable:
-        usable, what = DTYPES[dtype].castable, "floating point, as config.json says it is no quantized weight"
-        expected = ", ".join(name for name, row in DTYPES.items() if row.castable)
-    else:
-        usable, what = dtype == wanted.dtype, "what config.json's quantization_config says"
-        expected = wanted.dtype
-    if not usable:
+    is_plain = wanted.dtype is None or DTYPES[wanted.dtype].castable
+    if not (DTYPES[dtype].castable if is_plain else dtype == wanted.dtype):
+        if is_plain:
+            what = "floating point, as config.json says it is no quantized weight"
+            expected: str | None = ", ".join(name for name, row in DTYPES.items() if row.castable)
+        else:
+            what, expected = "what config.json's quantization_config says", wanted.dtype
         raise UnsupportedModel(
             f"{headers[0].name} is {dtype}, not {what}",
             expected=expected,

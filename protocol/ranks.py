@@ -72,6 +72,11 @@ def ranks_of(parallel: Parallel) -> dict[str, int]:
     return {f"{kind}_rank": getattr(parallel, f"{kind}_rank") for kind in KINDS}
 
 
+def rank_word(parallel: Parallel) -> str:
+    """What the rank is called in reports: ``tp0of2``, ``tp0of2-pp1of3-ep0of4``."""
+    return device_of(parallel).removeprefix("host-")
+
+
 def device_of(parallel: Parallel) -> str:
     """The device word of the rank's place in host memory."""
     return host_device(
