@@ -159,11 +159,12 @@ class Linear:
 
         ``ending``: how its name in the file goes on after the module's, where that is not the same.
         """
-        shape, parts = self.weight.shape, []
+        parts, stack = [], self.weight.shape[:-2]
+        shape = self.weight.shape
         for module, part in zip(self.modules, self.weight.parts, strict=True):
             name = f"{module}.{suffix}" if ending is None else f"{module}{ending}"
             try:
-                cut = _cut(shape, part.shape, part.box, part.destination, rows, columns, part.transposed, inputs_first)
+                cut = _cut(_Matrix.of(self.weight, part), rows, columns, inputs_first)
             except Misaligned as fault:
                 raise UnsupportedModel(
                     f"this rank's share of {part.source} does not align with {name}: {fault}",
@@ -172,10 +173,12 @@ class Linear:
                     f"checkpoint's {fault.source.total}, from {fault.target.start} on in the fused layer",
                     next_step="use a smaller TP size, or a checkpoint that is not quantized",
                 ) from None
-            parts.append((name, cut))
-        return self._wanted(
-            suffix, parts[0][1].shape, [Part(name, cut.whole, cut.box, cut.destination) for name, cut in parts], dtype
-        )
+            shape = (*stack, *cut.shape)
+            if stack:
+                parts.append(cut.stacked(name, part))
+            else:
+                parts.append(Part(name, cut.whole, cut.box, cut.destination))
+        return self._wanted(suffix, shape, parts, dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
         """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it."""
@@ -233,44 +236,62 @@ class Linear:
         )
 
 
+class _Matrix(NamedTuple):
+    """A part of a weight, by its last two axes: of the checkpoint's ``whole``, in ``local``."""
+
+    whole: Shape
+    start: Shape
+    extents: Shape
+    local: Shape
+    at: Shape
+    transposed: bool
+
+    @classmethod
+    def of(cls, weight: Wanted, part: Part) -> _Matrix:
+        box = part.box
+        return cls(
+            part.shape[-2:],
+            box.start[-2:],
+            box.shape[-2:],
+            weight.shape[-2:],
+            part.destination.start[-2:],
+            part.transposed,
+        )
+
+
 class _Cut(NamedTuple):
-    """A part of one tensor of a layer: of the ``whole`` in the file, ``box`` goes to ``destination`` in ``shape``."""
+    """A part of another tensor: of the checkpoint's ``whole``, ``box`` goes to ``destination`` in ``shape``."""
 
     whole: Shape
     box: Box
     destination: Box
     shape: Shape
 
+    def stacked(self, name: str, weight: Part) -> Part:
+        """The same in the places of stacks that the weight's part has."""
+        box, place = weight.box, weight.destination
+        return Part(
+            name,
+            (*weight.shape[:-2], *self.whole),
+            Box((*box.start[:-2], *self.box.start), (*box.shape[:-2], *self.box.shape)),
+            Box(
+                (*place.start[:-2], *self.destination.start),
+                (*place.shape[:-2], *self.destination.shape),
+            ),
+        )
+
 
 @lru_cache(maxsize=1024)
-def _cut(
-    weight: Shape,
-    part: Shape,
-    box: Box,
-    destination: Box,
-    rows: Axis,
-    columns: Axis,
-    transposed: bool,
-    inputs_first: bool,
-) -> _Cut:
-    """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers of a block ask the same."""
-    row, column = (-1, -2) if transposed else (-2, -1)
-    ranges = [
-        axis.seen(_span(part, box, theirs), _span(weight, destination, ours))
-        for axis, theirs, ours in ((rows, row, -2), (columns, column, -1))
-    ]
-    sources, targets = zip(*(ranges[::-1] if inputs_first else ranges), strict=True)
-    return _Cut(
-        (*part[:-2], *_shape(sources)),
-        _within(box, _box(sources)),
-        _within(destination, _box(targets)),
-        (*weight[:-2], *_shape(targets)),
-    )
-
-
-def _within(stack: Box, box: Box) -> Box:
-    """The box, of the matrices that ``stack`` is of."""
-    return Box((*stack.start[:-2], *box.start), (*stack.shape[:-2], *box.shape))
+def _cut(matrix: _Matrix, rows: Axis, columns: Axis, inputs_first: bool) -> _Cut:
+    """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers, all experts ask the same."""
+    spans = []
+    for ours, axis in enumerate((rows, columns)):
+        theirs = 1 - ours if matrix.transposed else ours
+        count = matrix.extents[theirs]
+        source = _Span(matrix.whole[theirs], matrix.start[theirs], count)
+        spans.append(axis.seen(source, _Span(matrix.local[ours], matrix.at[ours], count)))
+    sources, targets = zip(*(spans[::-1] if inputs_first else spans), strict=True)
+    return _Cut(_shape(sources), _box(sources), _box(targets), _shape(targets))
 
 
 def _scalar(source: str, place: Shape) -> Part:
