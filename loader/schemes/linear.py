@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.boxes import Box, Shape, whole
+from weightcached.loader.schemes.axes import EACH, Axis, Matrix, Misaligned, cut
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import UnsupportedModel
 
@@ -59,70 +59,6 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """How an axis of the weight shows in another tensor: one element there for every ``per`` here."""
-
-    per: int | None = 1
-    """``None``: one element for the whole axis, which every rank has."""
-    unit: str = "element"
-    """What ``per`` elements are, for people."""
-    ragged: bool = False
-    """The last unit of the whole axis may be short."""
-    uncut: bool = False
-    """Every rank has all units, however the weight is cut."""
-
-    def seen(self, source: _Span, target: _Span) -> tuple[_Span, _Span]:
-        """Source and target span of the other tensor. Raises Misaligned unless both are whole units."""
-        if self.per is None:
-            return _Span(1, 0, 1), _Span(1, 0, 1)
-        if self.uncut:
-            source = target = _Span(source.total, 0, source.total)
-        short = self.ragged and source.count == source.total and target.start + target.count == target.total
-        if source.start % self.per or target.start % self.per or (source.count % self.per and not short):
-            raise Misaligned(self, source, target)
-        return self._units(source, self.per), self._units(target, self.per)
-
-    def _units(self, span: _Span, per: int) -> _Span:
-        return _Span(-(-span.total // per), span.start // per, -(-span.count // per))
-
-
-class Misaligned(Exception):
-    """A share of the weight is not whole units of another tensor."""
-
-    def __init__(self, axis: Axis, source: _Span, target: _Span) -> None:
-        super().__init__(f"{source.count} of {source.total} elements are not whole {axis.unit}s of {axis.per}")
-        self.axis, self.source, self.target = axis, source, target
-
-
-EACH = Axis()
-ONE = Axis(per=None)
-
-
-def packed(count: int) -> Axis:
-    """So many neighbours in one integer."""
-    return Axis(count, "packed integer")
-
-
-def groups(size: int, *, uncut: bool = False) -> Axis:
-    """One value for each group of neighbours; size -1 is one for all."""
-    return ONE if size == -1 else Axis(size, "group", uncut=uncut)
-
-
-def blocks(size: int) -> Axis:
-    """One value for each block; the last of a whole axis may be short."""
-    return Axis(size, "block", ragged=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Elements ``start .. start + count`` of an axis of ``total``."""
-
-    total: int
-    start: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Linear:
     """One linear layer of this rank, or a stack of experts. Each part is one matrix ``[out, in]`` of the checkpoint.
 
@@ -159,25 +95,15 @@ class Linear:
 
         ``ending``: how its name in the file goes on after the module's, where that is not the same.
         """
-        parts, stack = [], self.weight.shape[:-2]
-        shape = self.weight.shape
+        stack, shape, parts = self.weight.shape[:-2], self.weight.shape, []
         for module, part in zip(self.modules, self.weight.parts, strict=True):
             name = f"{module}.{suffix}" if ending is None else f"{module}{ending}"
             try:
-                cut = _cut(_Matrix.of(self.weight, part), rows, columns, inputs_first)
+                made = cut(Matrix.of(self.weight, part), rows, columns, inputs_first)
             except Misaligned as fault:
-                raise UnsupportedModel(
-                    f"this rank's share of {part.source} does not align with {name}: {fault}",
-                    expected=f"shares that are whole {fault.axis.unit}s of {fault.axis.per}",
-                    found=f"elements {fault.source.start} to {fault.source.start + fault.source.count} of the "
-                    f"checkpoint's {fault.source.total}, from {fault.target.start} on in the fused layer",
-                    next_step="use a smaller TP size, or a checkpoint that is not quantized",
-                ) from None
-            shape = (*stack, *cut.shape)
-            if stack:
-                parts.append(cut.stacked(name, part))
-            else:
-                parts.append(Part(name, cut.whole, cut.box, cut.destination))
+                raise _misaligned(part.source, name, fault) from None
+            shape = (*stack, *made.shape)
+            parts.append(made.stacked(name, part) if stack else Part(name, made.whole, made.box, made.destination))
         return self._wanted(suffix, shape, parts, dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
@@ -206,10 +132,9 @@ class Linear:
         """The tensor ``suffix`` of the last part (of each expert), one element for each input of this rank."""
         parts = []
         for place, (module, part) in self._last_parts().items():
-            span = _span(part.shape, part.box, -1)
-            box = Box((span.start,), (span.count,))
-            at = Box((*place, 0), (*(1 for _ in place), span.count))
-            parts.append(Part(f"{module}.{suffix}", (span.total,), box, at))
+            count = part.box.shape[-1]
+            box, at = Box((part.box.start[-1],), (count,)), Box((*place, 0), (*(1 for _ in place), count))
+            parts.append(Part(f"{module}.{suffix}", (part.shape[-1],), box, at))
         return self._wanted(suffix, (*self.weight.shape[:-2], self.weight.shape[-1]), parts, dtype)
 
     def excuse(self, suffix: str, reason: str) -> dict[str, str]:
@@ -236,75 +161,16 @@ class Linear:
         )
 
 
-class _Matrix(NamedTuple):
-    """A part of a weight, by its last two axes: of the checkpoint's ``whole``, in ``local``."""
-
-    whole: Shape
-    start: Shape
-    extents: Shape
-    local: Shape
-    at: Shape
-    transposed: bool
-
-    @classmethod
-    def of(cls, weight: Wanted, part: Part) -> _Matrix:
-        box = part.box
-        return cls(
-            part.shape[-2:],
-            box.start[-2:],
-            box.shape[-2:],
-            weight.shape[-2:],
-            part.destination.start[-2:],
-            part.transposed,
-        )
-
-
-class _Cut(NamedTuple):
-    """A part of another tensor: of the checkpoint's ``whole``, ``box`` goes to ``destination`` in ``shape``."""
-
-    whole: Shape
-    box: Box
-    destination: Box
-    shape: Shape
-
-    def stacked(self, name: str, weight: Part) -> Part:
-        """The same in the places of stacks that the weight's part has."""
-        box, place = weight.box, weight.destination
-        return Part(
-            name,
-            (*weight.shape[:-2], *self.whole),
-            Box((*box.start[:-2], *self.box.start), (*box.shape[:-2], *self.box.shape)),
-            Box(
-                (*place.start[:-2], *self.destination.start),
-                (*place.shape[:-2], *self.destination.shape),
-            ),
-        )
-
-
-@lru_cache(maxsize=1024)
-def _cut(matrix: _Matrix, rows: Axis, columns: Axis, inputs_first: bool) -> _Cut:
-    """How a tensor is cut whose ``rows`` and ``columns`` follow the weight's. All layers, all experts ask the same."""
-    spans = []
-    for ours, axis in enumerate((rows, columns)):
-        theirs = 1 - ours if matrix.transposed else ours
-        count = matrix.extents[theirs]
-        source = _Span(matrix.whole[theirs], matrix.start[theirs], count)
-        spans.append(axis.seen(source, _Span(matrix.local[ours], matrix.at[ours], count)))
-    sources, targets = zip(*(spans[::-1] if inputs_first else spans), strict=True)
-    return _Cut(_shape(sources), _box(sources), _box(targets), _shape(targets))
-
-
 def _scalar(source: str, place: Shape) -> Part:
     return Part(source, (1,), whole((1,)), Box(place, (1,) * len(place)), same_as=((),))
 
 
-def _span(shape: Shape, box: Box, axis: int) -> _Span:
-    return _Span(shape[axis], box.start[axis], box.shape[axis])
-
-
-def _shape(spans: tuple[_Span, ...]) -> Shape:
-    return tuple(span.total for span in spans)
-
-
-def _box(spans: tuple[_Span, ...]) -> Box:
-    return Box(tuple(span.start for span in spans), tuple(span.count for span in spans))
+def _misaligned(weight: str, tensor: str, fault: Misaligned) -> UnsupportedModel:
+    source, axis = fault.source, fault.axis
+    return UnsupportedModel(
+        f"this rank's share of {weight} does not align with {tensor}: {fault}",
+        expected=f"shares that are whole {axis.unit}s of {axis.per}",
+        found=f"elements {source.start} to {source.start + source.count} of the checkpoint's {source.total}, "
+        f"from {fault.target.start} on in the fused layer",
+        next_step="use a smaller TP size, or a checkpoint that is not quantized",
+    )
