@@ -2,11 +2,12 @@
 
 Owns every formula and its error bound; knows nothing of plans, files or names. fp8 is computed as vLLM does, integers
 as compressed-tensors does in float32; tests compare the bytes with both. Each step is one IEEE operation per element or
-a maximum, so no result depends on threads, vector width, or where a matrix was cut. Torch is imported when the first
-function runs.
+a maximum, so no result depends on threads, vector width, or where a matrix was cut. Nothing is clamped to e4m3's range:
+scales leave nothing above it but what rounds to it. Torch is imported when the first function runs.
 
-``x`` is ``[rows, in]``, finite, and destroyed: each function computes in its memory. In the bounds ``q`` is what was
-stored, as a number (less its zero point), and ``s`` its scale. A value that is not finite gives a scale that is not.
+``x`` is ``[rows, in]``, finite, and destroyed: each function computes in its memory. ``into`` is where the quantized
+values go, of the right shape and dtype; what else comes of them is returned. In the bounds ``q`` is what was stored, as
+a number (less its zero point), and ``s`` its scale. A value that is not finite gives a scale that is not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FP8_BLOCK_LARGEST_MIN = 1e-4
 """A block is quantized as if its largest value were at least this."""
 
 
-def fp8_channel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_channel(x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor]:
     """e4m3, and a float32 scale ``[rows, 1]`` for each row.
 
     ``s = max(max|row| / 448, 1 / (448 · 512))`` and ``q = e4m3(x / s)``, to nearest even: vLLM's ``fp8_per_channel``.
@@ -34,10 +35,11 @@ def fp8_channel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a step of the subnormals.
     """
     scale = (_largest(x) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
-    return _e4m3(x.div_(scale)), scale
+    into.copy_(x.div_(scale))
+    return (scale,)
 
 
-def fp8_tensor(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_tensor(x: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[torch.Tensor]:
     """e4m3, and the one float32 scale ``[1]`` of the matrix of which ``x`` is some rows. ``largest``: its ``max|x|``.
 
     ``s = max(largest / 448, 1 / (448 · 512))`` and ``q = e4m3(x · (1 / s))``, to nearest even: vLLM's
@@ -46,10 +48,11 @@ def fp8_tensor(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Ten
     import torch
 
     scale = (torch.tensor([largest], dtype=torch.float32) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
-    return _e4m3(x.mul_(scale.reciprocal())), scale
+    into.copy_(x.mul_(scale.reciprocal()))
+    return (scale,)
 
 
-def fp8_block(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_block(x: torch.Tensor, into: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor]:
     """e4m3, and a float32 scale for each block, counted from the first row and column; the last ones may be smaller.
 
     ``s = max(max|block|, 10**-4) / 448`` and ``q = e4m3(x · (1 / s))``, to nearest even: vLLM's ``fp8_per_block``. The
@@ -66,22 +69,22 @@ def fp8_block(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, to
     inverse = scale.reciprocal().repeat_interleave(high, dim=0)[: x.shape[0]]
     for part, factors in zip(parts, torch.split(inverse, [part.shape[1] for part in parts], dim=1), strict=True):
         part.mul_(factors.unsqueeze(-1))
-    return _e4m3(x), scale
+    into.copy_(x)
+    return (scale,)
 
 
-def int8_channel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_channel(x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor]:
     """int8, and a float32 scale ``[rows, 1]`` for each row.
 
     ``s = max|row| / 127.5``, or 2**-23 where that is zero, and ``q = round(clamp(x / s, −128, 127))``, to nearest
     even. Error: ``|q · s − x| ≤ s · (1/2 + 2**-15)``, and at most ``2**-118`` where ``s`` is subnormal.
     """
-    import torch
-
     scale = _nonzero(_largest(x) / 127.5)
-    return x.div_(scale).clamp_(-128, 127).round_().to(torch.int8), scale
+    into.copy_(x.div_(scale).clamp_(-128, 127).round_())
+    return (scale,)
 
 
-def int4_group(x: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def int4_group(x: torch.Tensor, into: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor]:
     """int4 packed into int32 ``[rows, in/8]`` (as ``q + 8``, the first in the lowest bits), and a scale of ``dtype``
     ``[rows, in/group]`` for each group of neighbours in a row.
 
@@ -91,12 +94,13 @@ def int4_group(x: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.T
     """
     groups = x.view(x.shape[0], -1, group)
     scale = _nonzero((_largest(groups) / 7.5).to(dtype))
-    return _packed(groups.div_(scale.float()).clamp_(-8, 7).round_().flatten(-2)), scale.squeeze(-1)
+    _pack(groups.div_(scale.float()).clamp_(-8, 7).round_(), into)
+    return (scale.squeeze(-1),)
 
 
 def int4_group_asymmetric(
-    x: torch.Tensor, group: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, into: torch.Tensor, group: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with a zero point ``z`` for each group, packed along rows: int32 ``[⌈rows/8⌉, in/group]`` of ``z + 8``.
 
     Of a group and zero, ``low`` and ``high`` are the smallest and the largest: ``s`` is ``(high − low) / 15``, rounded
@@ -108,8 +112,8 @@ def int4_group_asymmetric(
     exact = (high - low) / 15
     zero = (-8 - low / exact).clamp_(-8, 7).round_().nan_to_num_(0)
     scale = _nonzero(exact.to(dtype, copy=True))
-    quantized = groups.div_(scale.float()).add_(zero).clamp_(-8, 7).round_().flatten(-2)
-    return _packed(quantized), scale.squeeze(-1), _packed_along_rows(zero.squeeze(-1))
+    _pack(groups.div_(scale.float()).add_(zero).clamp_(-8, 7).round_(), into)
+    return scale.squeeze(-1), _packed_along_rows(zero.squeeze(-1))
 
 
 def largest(x: torch.Tensor) -> float:
@@ -142,24 +146,19 @@ def _nonzero(scale: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
-def _e4m3(x: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    # Not clamped: scales leave nothing above 448, give or take what rounds to it.
-    return x.to(torch.float8_e4m3fn)
-
-
-def _packed(q: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from −8 to 7 ``[rows, n · 8]`` → int32 ``[rows, n]``."""
+def _pack(q: torch.Tensor, into: torch.Tensor) -> None:
+    """Whole numbers from −8 to 7, eight of which in a row make an int32 of ``into``."""
     import torch
 
     pairs = q.add_(8).to(torch.int8).flatten().view(torch.int16)  # to uint8 would be ten times slower
-    return (pairs | (pairs >> 4)).to(torch.uint8).view(torch.int32).view(q.shape[0], -1)
+    into.flatten().view(torch.uint8).copy_(pairs | (pairs >> 4))
 
 
 def _packed_along_rows(q: torch.Tensor) -> torch.Tensor:
-    """The same along the other axis: ``[rows, n]`` → ``[⌈rows/8⌉, n]``. Rows that are not there have bits of zero."""
+    """``[rows, n]`` of such numbers → int32 ``[⌈rows/8⌉, n]``. Rows that are not there have bits of zero."""
     import torch
 
-    missing = -q.shape[0] % 8
-    return _packed(torch.nn.functional.pad(q.T, (0, missing), value=-8.0)).T.contiguous()
+    rows, columns = q.shape
+    into = torch.empty((columns, -(-rows // 8)), dtype=torch.int32)
+    _pack(torch.nn.functional.pad(q.T, (0, -rows % 8), value=-8.0), into)
+    return into.T.contiguous()

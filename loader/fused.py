@@ -179,7 +179,7 @@ def _plan_one(
         for planned in _quantized(wanted, source, copies, quantize):
             parameters[planned.name] = planned
         return
-    cast = Cast(dtype) if copies and dtype != source else None
+    cast = Cast(dtype, wanted.finite) if copies and (dtype != source or wanted.finite) else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
     )

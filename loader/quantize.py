@@ -8,7 +8,7 @@ is imported when the first transform runs and not before: most loads need none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 
+Lend = Callable[[str, int, int], "memoryview | None"]
+"""Gives the segment's own bytes for (parameter, offset, nbytes), to be written, where it has some to lend."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """Bytes that go into the segment: to parameter ``name``, from byte ``offset`` of it."""
@@ -29,31 +33,51 @@ class Output:
     name: str
     offset: int
     data: memoryview
+    in_place: bool = False
+    """They are there already."""
 
 
 class Transforms:
     """One thread's transforms. Its memory is used again, since fresh pages cost more than what is computed in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, lend: Lend) -> None:
+        self._lend = lend
         self._floats: torch.Tensor | None = None
+        self._bytes = bytearray()
 
     def outputs(self, slab: Slab, source: memoryview, *, largest: float = 0.0) -> tuple[Output, ...]:
-        """What the slab's ``source`` bytes become; the parameter itself first. Valid until ``source`` is written again.
+        """What the slab's ``source`` bytes become; the parameter itself first. Of what is not in place, the first is
+        valid until ``source`` is written again or this is called again.
 
         ``largest``: of its matrix, where that has been measured. Raises UnusableValue naming the tensor when values
         cannot be quantized.
         """
         parameter = slab.parameter
-        if isinstance(parameter.transform, Quantize):
-            values = _values(slab, source)
-            made = _quantized(parameter.transform, self._wide(values), largest)
-            if not made[1].isfinite().all():
-                _refuse(slab, values)
-            return tuple(_placed(slab, parameter.transform, made))
+        itemsize = itemsize_bytes(parameter.dtype)
+        if parameter.transform is None:
+            return (Output(parameter.name, slab.first * itemsize, source),)
+        # As many elements of the parameter as of what it is made of, or fewer, packed.
+        each = math.prod(parameter.source_shape) // math.prod(parameter.shape)
+        first = self._first(parameter.name, slab.first // each * itemsize, slab.elements // each * itemsize)
+        into = _as_tensor(first.data, parameter.dtype)
         if isinstance(parameter.transform, Cast):
-            values = _as_tensor(source, parameter.source_dtype or parameter.dtype)
-            source = _bytes_of(cast(values, parameter.transform.dtype))
-        return (Output(parameter.name, slab.first * itemsize_bytes(parameter.dtype), source),)
+            into.copy_(_as_tensor(source, parameter.source_dtype or parameter.dtype))
+            if parameter.transform.finite and not into.isfinite().all():
+                _refuse_scale(slab, into)
+            return (first,)
+        values = _values(slab, source)
+        made = _quantized(parameter.transform, self._wide(values), into.view(values.shape[0], -1), largest)
+        if not made[0].isfinite().all():
+            _refuse(slab, values)
+        return (first, *_placed(slab, parameter.transform, made))
+
+    def _first(self, name: str, offset: int, nbytes: int) -> Output:
+        """The output for the parameter itself, to be filled."""
+        if (place := self._lend(name, offset, nbytes)) is not None:
+            return Output(name, offset, place, in_place=True)
+        if len(self._bytes) < nbytes:
+            self._bytes = bytearray(nbytes)
+        return Output(name, offset, memoryview(self._bytes)[:nbytes])
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
         import torch
@@ -72,29 +96,21 @@ def measure(slab: Slab, source: memoryview) -> float:
     return largest
 
 
-def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``values`` in ``dtype``, to nearest even. What is too large becomes infinite, as it does in torch."""
-    import torch
-
-    target: torch.dtype = getattr(torch, dtype)
-    return values.to(target)
-
-
-def _quantized(transform: Quantize, x: torch.Tensor, largest: float) -> tuple[torch.Tensor, ...]:
-    """The share that rows ``x`` of one matrix have of each product, in their order; the scales are second."""
+def _quantized(transform: Quantize, x: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[torch.Tensor, ...]:
+    """Fills ``into``; returns the share that rows ``x`` of one matrix have of each other product, the scales first."""
     import torch
 
     method = transform.method
     match method.granularity:
         case "tensor":
-            return arithmetic.fp8_tensor(x, largest)
+            return arithmetic.fp8_tensor(x, into, largest)
         case "block" if method.block is not None:
-            return arithmetic.fp8_block(x, method.block)
+            return arithmetic.fp8_block(x, into, method.block)
         case "group" if method.group is not None:
             dtype: torch.dtype = getattr(torch, transform.products[1].dtype)
-            pack = arithmetic.int4_group if method.symmetric else arithmetic.int4_group_asymmetric
-            return (*pack(x, method.group, dtype), torch.tensor(transform.shape[-2:]))
-    return arithmetic.fp8_channel(x) if method.method == "fp8" else arithmetic.int8_channel(x)
+            quantize = arithmetic.int4_group if method.symmetric else arithmetic.int4_group_asymmetric
+            return (*quantize(x, into, method.group, dtype), torch.tensor(transform.shape[-2:]))
+    return arithmetic.fp8_channel(x, into) if method.method == "fp8" else arithmetic.int8_channel(x, into)
 
 
 def _placed(slab: Slab, transform: Quantize, made: tuple[torch.Tensor, ...]) -> Iterator[Output]:
@@ -103,7 +119,7 @@ def _placed(slab: Slab, transform: Quantize, made: tuple[torch.Tensor, ...]) -> 
     row = slab.first // columns
     matrix, row = divmod(row, rows)
     matrices = math.prod(transform.shape[:-2])
-    for product, tensor in zip(transform.products, made, strict=True):
+    for product, tensor in zip(transform.products[1:], made, strict=True):
         if product.rows is None and row:
             continue
         share = math.prod(product.shape) // matrices
@@ -118,22 +134,33 @@ def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
     if not bad.any():
         bad = values.abs() == values.abs().max()
         what, found = "values too large for the scales that they would have", f"{float(values[bad][0])!r}"
-    row, column = (int(index) for index in bad.nonzero()[0])
-    row += slab.first // values.shape[-1]
+    element = slab.first + int(bad.flatten().nonzero()[0])
     raise UnusableValue(
-        f"{_source_of(slab.parameter, row, column)} has {what} and cannot be quantized",
+        f"{_source_of(slab.parameter, element)} has {what} and cannot be quantized",
         expected="finite values",
         found=found,
-        where=f"row {row} of {slab.parameter.name}",
+        where=f"row {element // values.shape[-1]} of {slab.parameter.name}",
         next_step="load it without --quantization, or repair the checkpoint",
     )
 
 
-def _source_of(parameter: PlannedParameter, row: int, column: int) -> str:
-    """The checkpoint tensor that an element (its row counted over all axes but the last) comes from."""
-    index = [column]
-    for extent in reversed(parameter.source_shape[:-1]):
-        row, place = divmod(row, extent)
+def _refuse_scale(slab: Slab, values: torch.Tensor) -> NoReturn:
+    """Say which scale is none."""
+    at = int(values.isfinite().logical_not_().nonzero()[0])
+    raise UnusableValue(
+        f"{_source_of(slab.parameter, slab.first + at)} is a scale and has a value that is not finite",
+        expected="finite values",
+        found=f"{float(values[at])!r} as {slab.parameter.dtype}",
+        where=f"element {slab.first + at} of {slab.parameter.name}",
+        next_step="repair the checkpoint, or quantize it again",
+    )
+
+
+def _source_of(parameter: PlannedParameter, element: int) -> str:
+    """The checkpoint tensor that an element comes from."""
+    index = []
+    for extent in reversed(parameter.source_shape):
+        element, place = divmod(element, extent)
         index.append(place)
     index.reverse()
     for copy in parameter.copies:

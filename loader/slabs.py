@@ -88,7 +88,8 @@ def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Ite
     if parameter.alias_of is not None or parameter.produced_by is not None or not math.prod(shape):
         return iter(())
     itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
-    most = max(1, slab_nbytes // itemsize)
+    # What is computed with is float32 meanwhile, and has to stay in a cache, too.
+    most = max(1, slab_nbytes // (itemsize if transform is None else max(itemsize, 4)))
     boxes = [*(copy.destination for copy in parameter.copies), *parameter.zeros]
     unbroken = all(is_contiguous(box, shape) for box in boxes) and all(
         is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies

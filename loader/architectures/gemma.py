@@ -35,6 +35,7 @@ GEMMA = Architecture(
     rows=decoder(attention(), gated_mlp("mlp")),
     ignored=(*ROTARY, TIED_HEAD),
     defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    ends_on_all_stages=True,
 )
 
 GEMMA2 = Architecture(
@@ -43,6 +44,7 @@ GEMMA2 = Architecture(
     rows=headless(_layer(attention(qkv_bias="attention_bias", output_bias="attention_bias"))),
     ignored=(*ROTARY, TIED_HEAD),
     defaults={"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    ends_on_all_stages=True,
 )
 
 GEMMA3 = Architecture(
@@ -51,4 +53,5 @@ GEMMA3 = Architecture(
     ignored=(*ROTARY, TIED_HEAD),
     defaults=GEMMA2.defaults,
     nested="text_config",
+    ends_on_all_stages=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcached.loader.architectures.blocks import Block
 from weightcached.loader.architectures.rows import Column, Qkv, Replicated, RowParallel, Vocabulary, layer_norm
-from weightcached.loader.architectures.shape import named
+from weightcached.loader.architectures.shape import PLAIN_HEADS, named
 from weightcached.loader.architectures.table import Architecture, Ignore
 
 LAYER = (
@@ -40,6 +40,7 @@ GPT2 = Architecture(
     ),
     defaults={"tie_word_embeddings": True},
     sizes={
+        **PLAIN_HEADS,
         "hidden": named("n_embd"),
         "intermediate": named("n_inner", otherwise=lambda model: 4 * model.size("hidden")),
         "layers": named("n_layer"),
@@ -47,4 +48,5 @@ GPT2 = Architecture(
         "position_table": named("n_positions"),
     },
     spellings=({"transformer.": "transformer."}, {"transformer.": ""}),
+    ends_on_all_stages=True,
 )

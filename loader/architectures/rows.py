@@ -38,7 +38,7 @@ class Part:
 
     def under(self, prefix: str) -> Part:
         """The same of a tensor under ``prefix``. Spelt out, every field: ``replace`` takes three times as long."""
-        return Part(prefix + self.source, self.shape, self.box, self.destination, self.transposed)
+        return Part(prefix + self.source, self.shape, self.box, self.destination, self.transposed, self.same_as)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Wanted:
     """As stored: floating point is cast to it, anything else must have it in the file. ``None``: the model's own."""
     elsewhere: tuple[str, ...] = ()
     """Checkpoint tensors of its kind that only other expert-parallel ranks load."""
+    finite: bool = False
+    """A value that is not finite is refused: scales."""
 
     def under(self, prefix: str) -> Wanted:
         """The same parameter under ``prefix``, with everything that it is made from. Every field, as in ``Part``."""
@@ -70,6 +72,7 @@ class Wanted:
             None if self.alias_of is None else prefix + self.alias_of,
             self.dtype,
             tuple([prefix + name for name in self.elsewhere]),
+            self.finite,
         )
 
     def sources(self) -> Iterator[str]:

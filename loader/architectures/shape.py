@@ -123,6 +123,10 @@ def _hidden_over_heads(model: ModelShape) -> int:
     return hidden // heads
 
 
+def _heads(model: ModelShape) -> int:
+    return model.size("heads")
+
+
 SIZES: Mapping[Size, SizeRule] = MappingProxyType(
     {
         "hidden": named("hidden_size"),
@@ -130,10 +134,13 @@ SIZES: Mapping[Size, SizeRule] = MappingProxyType(
         "vocabulary": named("vocab_size"),
         "layers": named("num_hidden_layers"),
         "heads": named("num_attention_heads"),
-        "kv_heads": named("num_key_value_heads", otherwise=lambda model: model.size("heads")),
+        "kv_heads": named("num_key_value_heads", otherwise=_heads),
         "head": named("head_dim", otherwise=_hidden_over_heads),
         "queries": lambda model: model.size("heads") * model.size("head"),
         "keys": lambda model: model.size("kv_heads") * model.size("head"),
     }
 )
 """The rules that tables start from."""
+
+PLAIN_HEADS: Mapping[Size, SizeRule] = MappingProxyType({"kv_heads": _heads, "head": _hidden_over_heads})
+"""For families older than grouped queries: what ``config.json`` says of them is no key of theirs."""

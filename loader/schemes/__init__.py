@@ -74,7 +74,9 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
         parameters.extend(made.parameters)
         excuses.update(made.excuses)
     if method.kv_scale is not None:
-        attentions = {one.name.rsplit(".", 2)[0] for one in parameters}
+        attentions = {
+            part.source.rsplit(".", 2)[0]: one.name.rsplit(".", 2)[0] for one in parameters for part in one.parts
+        }
         spoken_for = {part.source for one in parameters for part in one.parts}
         left = [name for name in present if name not in spoken_for]
         parameters.extend(kv_scales(left, attentions, method.kv_scale))

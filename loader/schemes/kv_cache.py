@@ -8,7 +8,7 @@ its own initial value.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.boxes import whole
@@ -34,8 +34,8 @@ _SPELLINGS = tuple(
 _ZERO_POINT = re.compile(r"(?P<attention>.+?)(?:\.attn)?\.[qkv]_zero_point")
 
 
-def kv_scales(names: Iterable[str], attentions: Collection[str], held: KvScale) -> list[Wanted]:
-    """The scales among ``names`` (of checkpoint tensors) that belong to one of ``attentions``, in order of their names.
+def kv_scales(names: Iterable[str], attentions: Mapping[str, str], held: KvScale) -> list[Wanted]:
+    """The scales among ``names`` (of tensors), in order. ``attentions``: the checkpoint's name → the engine's.
 
     Raises UnexpectedTensor when a scale is there twice, under two spellings.
     """
@@ -53,7 +53,7 @@ def kv_scales(names: Iterable[str], attentions: Collection[str], held: KvScale) 
     return [_wanted(parameter, found[parameter], held) for parameter in sorted(found)]
 
 
-def zero_points(names: Iterable[str], attentions: Collection[str]) -> dict[str, str]:
+def zero_points(names: Iterable[str], attentions: Container[str]) -> dict[str, str]:
     """Excuses for the zero points of KV-cache scales among ``names``."""
     matches = ((name, _ZERO_POINT.fullmatch(name)) for name in names)
     reason = "the KV cache is quantized symmetrically: engines use no zero points"
@@ -66,16 +66,16 @@ def attention_of(name: str) -> str | None:
     return next((match["attention"] for match in matches if match is not None), None)
 
 
-def _parameters(name: str, attentions: Collection[str]) -> list[str]:
+def _parameters(name: str, attentions: Mapping[str, str]) -> list[str]:
     """The parameters that the tensor ``name`` becomes: none, one, or two."""
     for spelling, kinds in _SPELLINGS:
         match = spelling.fullmatch(name)
         if match is not None and match["attention"] in attentions:
-            return [f"{match['attention']}.attn.{kind}_scale" for kind in kinds or (match["kind"],)]
+            return [f"{attentions[match['attention']]}.attn.{kind}_scale" for kind in kinds or (match["kind"],)]
     return []
 
 
 def _wanted(parameter: str, source: str, held: KvScale) -> Wanted:
     same_as = ((1,),) if held.shape == () else ((),)
     part = Part(source, held.shape, whole(held.shape), whole(held.shape), same_as=same_as)
-    return Wanted(parameter, held.shape, "replicated", (part,), dtype=held.dtype)
+    return Wanted(parameter, held.shape, "replicated", (part,), dtype=held.dtype, finite=True)

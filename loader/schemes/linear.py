@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.boxes import Box, Shape, whole
+from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import UnsupportedModel
 
 WEIGHT = ".weight"
@@ -219,7 +220,17 @@ class Linear:
 
     def _wanted(self, suffix: str, shape: Shape, parts: Sequence[Part], dtype: str | None) -> Wanted:
         name = f"{self.weight.name.removesuffix('weight')}{suffix}"
-        return Wanted(name, shape, self.weight.part_kind, tuple(parts), dtype=dtype, elsewhere=self.weight.elsewhere)
+        # Besides the weight's own bits, what is floating point is a scale.
+        finite = dtype is None or DTYPES[dtype].castable
+        return Wanted(
+            name,
+            shape,
+            self.weight.part_kind,
+            tuple(parts),
+            dtype=dtype,
+            elsewhere=self.weight.elsewhere,
+            finite=finite,
+        )
 
 
 class _Cut(NamedTuple):

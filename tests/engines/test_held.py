@@ -38,8 +38,8 @@ def test_further_names_of_one_layer_s_memory_need_not_be_ours_and_ties_must():
         found = differences(engine, {tied[0]: replace(WEIGHT, names=tied[:1])})
         assert [difference.what for difference in found] == ["names", "name"]
     apart = {name: replace(WEIGHT, names=(name,)) for name in (gate, wiring)}
-    tied = {name: replace(WEIGHT, names=(wiring, gate)) for name in (gate, wiring)}
-    assert [difference.what for difference in differences(apart, tied)] == ["names", "names"]
+    together = {name: replace(WEIGHT, names=(wiring, gate)) for name in (gate, wiring)}
+    assert [difference.what for difference in differences(apart, together)] == ["names", "names"]
     assert [difference.what for difference in differences(apart, {gate: apart[gate]})] == ["name"]
 
 

@@ -90,7 +90,9 @@ class FakeRank:
     def _become(self, tp: tuple[int, int], pp: tuple[int, int]) -> None:
         """Groups of one process, made anew because only models with experts have all, and then told otherwise."""
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
+        from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
+        _model_to_pp_missing_layer_names.clear()  # it knows models by their addresses, which others have after them
         parallel_state.destroy_model_parallel()
         init_distributed_environment(1, 0, self._init_method, local_rank=0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)

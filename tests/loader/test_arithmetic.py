@@ -41,8 +41,11 @@ def grouped(largest: float):
     return matrices(largest, columns=5).map(lambda x: np.tile(x, GROUP).reshape(len(x), -1))
 
 
-def given_copy(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(x.copy())
+def made(function, x: np.ndarray, *more, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, ...]:
+    """What a function of ours makes of ``x``, the quantized values first."""
+    columns = x.shape[1] // (8 if dtype == torch.int32 else 1)
+    into = torch.empty((len(x), columns), dtype=dtype)
+    return into, *function(torch.from_numpy(x.copy()), into, *more)
 
 
 # fp8
@@ -88,7 +91,7 @@ def per_block(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.nd
 @settings(deadline=None)
 @given(matrices())
 def test_fp8_of_channels_is_the_nearest_e4m3_number(x):
-    q, scale = arithmetic.fp8_channel(given_copy(x))
+    q, scale = made(arithmetic.fp8_channel, x)
     largest = np.abs(x).max(axis=1, keepdims=True)
     wanted = np.maximum(largest / np.float32(448), np.float32(FP8_SCALE_MIN))
     assert (scale.numpy() == wanted).all()
@@ -102,7 +105,7 @@ def test_fp8_of_a_tensor_is_the_nearest_e4m3_number(x):
     largest = arithmetic.largest(torch.from_numpy(x))
     assert largest == np.abs(x).max()
     wanted = np.maximum(np.float32(largest) / np.float32(448), np.float32(FP8_SCALE_MIN))
-    q, scale = arithmetic.fp8_tensor(given_copy(x), largest)
+    q, scale = made(arithmetic.fp8_tensor, x, largest)
     assert scale.shape == (1,)
     assert scale.item() == wanted
     assert (bits_of(q) == nearest_e4m3(np.clip(x * (np.float32(1) / wanted), -448, 448))).all()
@@ -112,7 +115,7 @@ def test_fp8_of_a_tensor_is_the_nearest_e4m3_number(x):
 @settings(deadline=None)
 @given(matrices(), st.tuples(st.integers(1, 23), st.integers(1, 43)))
 def test_fp8_of_blocks_is_the_nearest_e4m3_number(x, block):
-    q, scale = arithmetic.fp8_block(given_copy(x), block)
+    q, scale = made(arithmetic.fp8_block, x, block)
     high, wide = block
     wanted = np.array(
         [
@@ -130,12 +133,11 @@ def test_fp8_of_blocks_is_the_nearest_e4m3_number(x, block):
 def test_every_e4m3_number_is_its_own_quantization():
     row = np.concatenate([VALUES, -VALUES]).astype(np.float32)[None, :]
     wanted = np.concatenate([np.arange(0x7F), np.arange(0x7F) | 0x80])
-    made = (
-        arithmetic.fp8_channel(given_copy(row)),
-        arithmetic.fp8_tensor(given_copy(row), 448.0),
-        arithmetic.fp8_block(given_copy(row), (1, 300)),
-    )
-    for q, scale in made:
+    for q, scale in (
+        made(arithmetic.fp8_channel, row),
+        made(arithmetic.fp8_tensor, row, 448.0),
+        made(arithmetic.fp8_block, row, (1, 300)),
+    ):
         assert scale.flatten().tolist() == [1.0]
         assert (bits_of(q) == wanted).all()
 
@@ -164,7 +166,7 @@ def error_of(x: np.ndarray, q: torch.Tensor, scale: torch.Tensor, zero: torch.Te
 def test_int8_is_what_compressed_tensors_makes_and_within_its_bound(x):
     args = QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
     wanted, wanted_scale, zero = theirs(x, args)
-    q, scale = arithmetic.int8_channel(given_copy(x))
+    q, scale = made(arithmetic.int8_channel, x, dtype=torch.int8)
     assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (len(x), 1))
     assert torch.equal(q, wanted)
     assert torch.equal(scale, wanted_scale)
@@ -185,7 +187,7 @@ def test_int4_is_what_compressed_tensors_makes_and_within_its_bound(dtype, symme
     def compare(x):
         q, wanted_scale, zero = theirs(x, args)
         pack = arithmetic.int4_group if symmetric else arithmetic.int4_group_asymmetric
-        packed, scale, *zeros = pack(given_copy(x), GROUP, dtype)
+        packed, scale, *zeros = made(pack, x, GROUP, dtype, dtype=torch.int32)
         assert scale.dtype == dtype
         assert torch.equal(scale.float(), wanted_scale)
         assert torch.equal(packed, pack_to_int32(q, 4))
@@ -199,12 +201,15 @@ def test_int4_is_what_compressed_tensors_makes_and_within_its_bound(dtype, symme
 # Whatever the method
 
 METHODS = {
-    "fp8_channel": (arithmetic.fp8_channel, 1),
-    "fp8_tensor": (lambda x: arithmetic.fp8_tensor(x, 4.0), 1),
-    "fp8_block": (lambda x: arithmetic.fp8_block(x, (4, 24)), 4),
-    "int8_channel": (arithmetic.int8_channel, 1),
-    "int4_group": (lambda x: arithmetic.int4_group(x, 16, torch.bfloat16), 1),
-    "int4_group_asymmetric": (lambda x: arithmetic.int4_group_asymmetric(x, 16, torch.bfloat16), 8),
+    "fp8_channel": (lambda x: made(arithmetic.fp8_channel, x), 1),
+    "fp8_tensor": (lambda x: made(arithmetic.fp8_tensor, x, 4.0), 1),
+    "fp8_block": (lambda x: made(arithmetic.fp8_block, x, (4, 24)), 4),
+    "int8_channel": (lambda x: made(arithmetic.int8_channel, x, dtype=torch.int8), 1),
+    "int4_group": (lambda x: made(arithmetic.int4_group, x, 16, torch.bfloat16, dtype=torch.int32), 1),
+    "int4_group_asymmetric": (
+        lambda x: made(arithmetic.int4_group_asymmetric, x, 16, torch.bfloat16, dtype=torch.int32),
+        8,
+    ),
 }
 
 
@@ -212,18 +217,18 @@ METHODS = {
 @pytest.mark.parametrize("threads", [1, 4])
 def test_no_byte_depends_on_threads_or_on_where_rows_are_cut(name, threads):
     function, together = METHODS[name]
-    x = torch.from_numpy(np.random.default_rng(1).standard_normal((90, 4096), np.float32))
+    x = np.random.default_rng(1).standard_normal((90, 4096), np.float32)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        whole = function(x.clone())
+        whole = function(x)
         for rows in (together, 3 * together, 64):
-            parts = [function(x[first : first + rows].clone()) for first in range(0, len(x), rows)]
-            for number, made in enumerate(whole):
+            parts = [function(x[first : first + rows]) for first in range(0, len(x), rows)]
+            for number, tensor in enumerate(whole):
                 if name == "fp8_tensor" and number == 1:
                     continue  # one scale for all
                 joined = torch.cat([part[number] for part in parts])
-                assert torch.equal(joined.view(torch.uint8), made.view(torch.uint8))
+                assert torch.equal(joined.view(torch.uint8), tensor.view(torch.uint8))
     finally:
         torch.set_num_threads(before)
 
@@ -236,7 +241,7 @@ def test_what_is_not_finite_shows_in_its_scale(name, bad):
     if name == "fp8_tensor":
         assert not np.isfinite(arithmetic.largest(torch.from_numpy(x)))
         return
-    scale = METHODS[name][0](given_copy(x))[1]
+    scale = METHODS[name][0](x)[1]
     assert torch.isfinite(scale[:-1]).all()
     assert not torch.isfinite(scale[-1, -1])
 

@@ -22,7 +22,7 @@ def weight(name: str, rows: int = 4, *, stack: int = 1) -> PlannedParameter:
 
 
 def row_slabs(*weights: PlannedParameter):
-    return [slab for one in weights for slab in slabs(one, slab_nbytes=16)]
+    return [slab for one in weights for slab in slabs(one, slab_nbytes=32)]
 
 
 def steps(made) -> str:

@@ -98,7 +98,7 @@ def to_be_quantized(name: str, shape: tuple[int, ...], *, strided: bool = False)
 def rows_of(parameter: PlannedParameter, slab_rows: int) -> list[tuple[int, int]]:
     """(first row, rows) of each slab, when there is room for ``slab_rows``."""
     columns = parameter.source_shape[-1]
-    made = list(slabs(parameter, slab_nbytes=columns * 2 * slab_rows))
+    made = list(slabs(parameter, slab_nbytes=columns * 4 * slab_rows))
     assert all(slab.first % columns == slab.elements % columns == 0 for slab in made)
     return [(slab.first // columns, slab.elements // columns) for slab in made]
 
@@ -125,7 +125,7 @@ def test_no_slab_has_rows_of_two_matrices(strided):
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_matrix_with_one_scale_is_read_whole_before_it_is_quantized(strided):
     stack = to_be_quantized("fp8-tensor", (2, 6, 24), strided=strided)
-    made = list(slabs(stack, slab_nbytes=24 * 2 * 4))
+    made = list(slabs(stack, slab_nbytes=24 * 4 * 4))
     assert [slab.step for slab in made] == (["measure"] * 2 + ["quantize"] * 2) * 2
     assert [(slab.number, slab.first // 24, slab.elements // 24) for slab in made] == [
         (2 * matrix + n, 6 * matrix + 4 * n, 4 - 2 * n) for matrix in range(2) for _ in range(2) for n in range(2)

@@ -8,6 +8,7 @@ where numpy has them, else plain bits.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,32 +80,34 @@ def _filled(parameter: PlannedParameter, source: Path | Mapping[str, np.ndarray]
 
 def _quantized(transform: Quantize, values: np.ndarray) -> dict[str, np.ndarray]:
     """Every product, from the whole weight in float32."""
-    matrices = [torch.from_numpy(matrix.copy()) for matrix in values.reshape(-1, *values.shape[-2:])]
-    shares = [_quantize(transform, matrix) for matrix in matrices]
+    first = transform.products[0]
+    into = torch.empty((math.prod(values.shape[:-2]), *first.shape[-2:]), dtype=getattr(torch, first.dtype))
+    matrices = values.reshape(-1, *values.shape[-2:])
+    shares = [_quantize(transform, torch.from_numpy(m.copy()), i) for m, i in zip(matrices, into, strict=True)]
     made = {}
     for number, product in enumerate(transform.products):
-        stacked = torch.stack([share[number] for share in shares]).reshape(product.shape)
+        stacked = torch.stack([share[number - 1] for share in shares]) if number else into
         bits = stacked.flatten().view(torch.uint8).numpy()
         made[product.name] = bits.view(numpy_dtype(product.dtype)).reshape(product.shape)
     return made
 
 
-def _quantize(transform: Quantize, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _quantize(transform: Quantize, matrix: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
     method, shape = transform.method, torch.tensor(matrix.shape)
     scale_dtype = getattr(torch, transform.products[1].dtype)
     match method:
         case Quantization(method="fp8", granularity="channel"):
-            return arithmetic.fp8_channel(matrix)
+            return arithmetic.fp8_channel(matrix, into)
         case Quantization(method="fp8", granularity="tensor"):
-            return arithmetic.fp8_tensor(matrix, arithmetic.largest(matrix))
+            return arithmetic.fp8_tensor(matrix, into, arithmetic.largest(matrix))
         case Quantization(method="fp8", granularity="block", block=(high, wide)):
-            return arithmetic.fp8_block(matrix, (high, wide))
+            return arithmetic.fp8_block(matrix, into, (high, wide))
         case Quantization(method="int8"):
-            return arithmetic.int8_channel(matrix)
+            return arithmetic.int8_channel(matrix, into)
         case Quantization(method="int4", group=int(group), symmetric=True):
-            return (*arithmetic.int4_group(matrix, group, scale_dtype), shape)
+            return (*arithmetic.int4_group(matrix, into, group, scale_dtype), shape)
         case Quantization(method="int4", group=int(group), symmetric=False):
-            return (*arithmetic.int4_group_asymmetric(matrix, group, scale_dtype), shape)
+            return (*arithmetic.int4_group_asymmetric(matrix, into, group, scale_dtype), shape)
     raise AssertionError(method)
 
 

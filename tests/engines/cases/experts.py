@@ -37,7 +37,15 @@ DEEPSEEK = {
 }
 V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None}
 V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "q_lora_rank": 48, "topk_method": "noaux_tc"}
-GPT_OSS = {**DECODER, "model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 10}
+GPT_OSS = {
+    **DECODER,
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_local_experts": 10,
+}
+"""As many key/value heads as ranks, and 32 rows of an expert or a multiple: of others vLLM 0.32 makes none here."""
 
 IN_BF16 = {"dtype": "bfloat16"}
 """Transformers keeps DeepSeek's router in float32, vLLM makes it what the model is."""

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.loader.schemes.test_schemes import CASES
 from tests.support.execution import load
 from tests.support.quantized import bits, config_of, held_by_experts, loaded, require_equal, tensors_of, without, write
+from tests.support.quantized_cases import CASES
 from weightcached.protocol.errors import MissingTensor, UnexpectedTensor
 
 SCHEMES = [

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader.schemes.test_schemes import CASES
 from tests.support.execution import load
 from tests.support.quantized import bits, config_of, loaded, require_equal, tensors_of, write
+from tests.support.quantized_cases import CASES
 from weightcached.loader.schemes.kv_cache import kv_scales
 from weightcached.loader.schemes.linear import KvScale
 from weightcached.protocol.errors import ShapeMismatch, UnexpectedTensor, UnsupportedModel
@@ -101,8 +101,8 @@ def test_scales_per_head_are_refused_by_name(tmp_path):
         outcome(tmp_path, {**COMPRESSED, "kv_cache_scheme": scheme}, CHANNELS, {})
 
 
-def test_scales_come_in_the_order_of_their_names_whatever_the_files():
+def test_scales_come_in_the_order_of_the_engine_s_names_whatever_the_files():
     names = [f"model.layers.{n}.self_attn.{kind}_scale" for n in (1, 0) for kind in "vk"]
-    attentions = {f"model.layers.{n}.self_attn" for n in (0, 1)}
+    attentions = {f"model.layers.{n}.self_attn": f"model.layers.{n}.attn" for n in (0, 1)}
     orders = [[one.name for one in kv_scales(some, attentions, KvScale((), None))] for some in (names, names[::-1])]
-    assert orders[0] == orders[1] == sorted(orders[0])
+    assert orders[0] == orders[1] == [f"model.layers.{n}.attn.attn.{kind}_scale" for n in (0, 1) for kind in "kv"]

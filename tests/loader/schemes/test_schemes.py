@@ -1,12 +1,13 @@
 """Checkpoints that are quantized already: every rank of every scheme against plain slicing of whole tensors."""
 
-from typing import Any
+import re
 
 import pytest
 import torch
 
 from tests.support.execution import load
 from tests.support.quantized import (
+    FUSED,
     Stored,
     bits,
     config_of,
@@ -18,135 +19,15 @@ from tests.support.quantized import (
     without,
     write,
 )
+from tests.support.quantized_cases import CASES, CHANNEL, FP8, INT8, PACKED, compressed, gptq, weights
 from weightcached.protocol.errors import (
+    CheckpointError,
     MissingTensor,
     ModelConfigError,
     ShapeMismatch,
     UnexpectedTensor,
     UnsupportedModel,
 )
-
-FP8 = Stored("weight", "F8_E4M3", lambda o, i: (o, i), 0, 1)
-INT8 = Stored("weight", "I8", lambda o, i: (o, i), 0, 1)
-SCALAR = Stored("weight_scale", "F32", lambda o, i: (), fused="slots")
-CHANNEL = Stored("weight_scale", "F32", lambda o, i: (o, 1), 0)
-INPUT = Stored("input_scale", "F32", lambda o, i: (1,), fused="slots")
-GPTQ = (
-    Stored("qweight", "I32", lambda o, i: (i // 8, o), 1, 0),
-    Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1, 0),
-    Stored("scales", "F16", lambda o, i: (i // 16, o), 1, 0),
-)
-WEIGHT_SHAPE = Stored("weight_shape", "I64", lambda o, i: (2,), fused="last")
-PACKED = (
-    Stored("weight_packed", "I32", lambda o, i: (o, i // 8), 0, 1),
-    Stored("weight_scale", "BF16", lambda o, i: (o, i // 16), 0, 1),
-    WEIGHT_SHAPE,
-)
-
-
-def gptq(**changes: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True, **changes}
-
-
-def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        **more,
-    }
-
-
-def weights(kind: str, num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"type": kind, "num_bits": num_bits, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
-
-
-DYNAMIC_FP8 = weights("float", 8, "token", dynamic=True)
-DYNAMIC_INT8 = weights("int", 8, "token", dynamic=True)
-
-CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
-    "fp8, one scale a tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, (FP8, SCALAR)),
-    "fp8, static inputs": ({"quant_method": "fp8", "activation_scheme": "static"}, (FP8, SCALAR, INPUT)),
-    "fp8, blocks": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]},
-        (FP8, Stored("weight_scale_inv", "F32", lambda o, i: (o // 16, i // 8), 0, 1)),
-    ),
-    "fp8, channels": (compressed("float-quantized", weights("float", 8, "channel"), DYNAMIC_FP8), (FP8, CHANNEL)),
-    "fp8, channels in bfloat16": (
-        compressed("float-quantized", weights("float", 8, "channel")),
-        (FP8, Stored("weight_scale", "BF16", lambda o, i: (o, 1), 0, held_as="F32")),
-    ),
-    "compressed-tensors fp8, static": (
-        compressed("float-quantized", weights("float", 8, "tensor"), weights("float", 8, "tensor")),
-        (FP8, Stored("weight_scale", "F32", lambda o, i: (1,), fused="slots"), INPUT),
-    ),
-    "compressed-tensors fp8, blocks": (
-        compressed("float-quantized", weights("float", 8, "block", block_structure=[8, 16]), DYNAMIC_FP8),
-        (FP8, Stored("weight_scale", "F32", lambda o, i: (o // 8, i // 16), 0, 1)),
-    ),
-    "int8, channels": (compressed("int-quantized", weights("int", 8, "channel"), DYNAMIC_INT8), (INT8, CHANNEL)),
-    "int8, static inputs with zero points": (
-        compressed("int-quantized", weights("int", 8, "tensor"), weights("int", 8, "tensor", symmetric=False)),
-        (
-            INT8,
-            SCALAR,
-            Stored("input_scale", "F32", lambda o, i: (1,), fused="last"),
-            Stored("input_zero_point", "I8", lambda o, i: (1,), fused="last"),
-        ),
-    ),
-    "int4, groups": (compressed("pack-quantized", weights("int", 4, "group", group_size=16)), PACKED),
-    "int4, groups with zero points": (
-        compressed("pack-quantized", weights("int", 4, "group", group_size=16, symmetric=False)),
-        (*PACKED, Stored("weight_zero_point", "I32", lambda o, i: (o // 8, i // 16), 0, 1)),
-    ),
-    "int4, channels": (
-        compressed("pack-quantized", weights("int", 4, "channel", group_size=None)),
-        (PACKED[0], Stored("weight_scale", "BF16", lambda o, i: (o, 1), 0), WEIGHT_SHAPE),
-    ),
-    "int8 packed, groups": (
-        compressed("pack-quantized", weights("int", 8, "group", group_size=16)),
-        (Stored("weight_packed", "I32", lambda o, i: (o, i // 4), 0, 1), *PACKED[1:]),
-    ),
-    "int4, activation order by group": (
-        compressed("pack-quantized", weights("int", 4, "group", group_size=16, actorder="group")),
-        (
-            PACKED[0],
-            Stored("weight_scale", "BF16", lambda o, i: (o, i // 16), 0),
-            WEIGHT_SHAPE,
-            Stored("weight_g_idx", "I32", lambda o, i: (i,), None, 0, fused="last"),
-        ),
-    ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
-        (
-            Stored("qweight", "I32", lambda o, i: (i, o // 8), 1, 0),
-            Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1, 0),
-            Stored("scales", "F16", lambda o, i: (i // 16, o), 1, 0),
-        ),
-    ),
-    "gptq": (gptq(), (*GPTQ, Stored("g_idx", "I32", lambda o, i: (i,), fused="nothing"))),
-    "gptq without g_idx": (gptq(), GPTQ),
-    "gptq of 8 bits, one group": (
-        gptq(bits=8, group_size=-1, desc_act=True),
-        (
-            Stored("qweight", "I32", lambda o, i: (i // 4, o), 1, 0),
-            Stored("qzeros", "I32", lambda o, i: (1, o // 4), 1),
-            Stored("scales", "F16", lambda o, i: (1, o), 1),
-        ),
-    ),
-    "gptq, activation order": (
-        gptq(desc_act=True),
-        (
-            GPTQ[0],
-            # An input may be of any group, so every rank has the scales of all: they are cut by outputs only.
-            Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1),
-            Stored("scales", "F16", lambda o, i: (i // 16, o), 1),
-            Stored("g_idx", "I32", lambda o, i: (i,), None, 0, fused="last"),
-        ),
-    ),
-}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -376,3 +257,62 @@ def test_settings_that_are_not_supported_are_named_with_what_is(tmp_path, quanti
         load(write(tmp_path, tensors_of(config, ()), config), layout="fused", tp_size=1, tp_rank=0)
     if error is UnsupportedModel:
         assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("fp8, one scale a tensor", "model.layers.0.mlp.up_proj.weight_scale"),
+        ("fp8, static inputs", "model.layers.0.self_attn.v_proj.input_scale"),
+        ("fp8, blocks", "model.layers.0.self_attn.k_proj.weight_scale_inv"),
+        ("fp8, channels in bfloat16", "model.layers.0.mlp.down_proj.weight_scale"),
+        ("awq", "model.layers.0.self_attn.q_proj.scales"),
+        ("int4, groups", "model.layers.0.mlp.gate_proj.weight_scale"),
+        ("fp8, one scale a tensor", "model.layers.0.self_attn.k_scale"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path, case, name, bad):
+    quantization, scheme = CASES[case]
+    config = config_of(quantization, num_hidden_layers=1)
+    tensors = {"model.layers.0.self_attn.k_scale": torch.ones(())} if name.endswith("k_scale") else {}
+    tensors |= tensors_of(config, scheme)
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[-1] = bad
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0)
+    assert name in caught.value.message
+    assert "model.safetensors" in caught.value.message
+
+
+def test_a_scale_too_large_for_the_dtype_that_is_asked_for(tmp_path):
+    quantization, scheme = CASES["int4, groups"]
+    config = config_of(quantization, num_hidden_layers=1)
+    tensors = tensors_of(config, scheme)
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name] * 1e6
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, dtype="float16")
+    assert caught.value.found == "inf as float16"
+
+
+@pytest.mark.parametrize("case", ["fp8, static inputs", "fp8, blocks", "awq", "gptq, activation order", "int4, groups"])
+def test_parts_that_are_one_tensor_on_disk_are_cut_each_on_its_own(tmp_path, case):
+    """Phi-3: as Llama's, once its fused tensors are split by the sizes of the whole; a scalar is every part's."""
+    quantization, scheme = CASES[case]
+    config = config_of(quantization, architecture="Phi3ForCausalLM", num_hidden_layers=1)
+    apart, at = tensors_of(config, scheme), "model.layers.0"
+    fused = {name: tensor for name, tensor in apart.items() if not re.search(r"\.(q|k|v|gate|up)_proj\.", name)}
+    for layer in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        for stored in scheme:
+            names = [f"{at}.{part}.{stored.suffix}" for part in FUSED[layer]]
+            whole = apart[names[-1]] if stored.outputs is None else torch.cat([apart[n] for n in names], stored.outputs)
+            fused[f"{at}.{layer}.{stored.suffix}"] = whole
+            apart |= dict.fromkeys(names, whole) if stored.outputs is None else {}
+    directory = write(tmp_path, fused, config)
+    for rank in range(2):
+        got = loaded(load(directory, layout="fused", tp_size=2, tp_rank=rank))
+        for layer in FUSED:
+            for stored in scheme:
+                name = f"{at}.{layer}.{stored.suffix}"
+                require_equal(got[name], held(apart, stored, f"{at}.{layer}", rank, 2), name)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.loader.schemes.test_schemes import CASES
+from tests.support.quantized_cases import CASES
 from weightcached.loader.schemes import method_of
 from weightcached.loader.schemes.settings import Patterns
 from weightcached.protocol.errors import ModelConfigError, WeightCacheError
