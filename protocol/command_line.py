@@ -1,7 +1,7 @@
 """What every ``weightcached`` command has in common: how options are parsed, and the exit statuses that mean the same.
 
 Owns :class:`Parser`, the two shared exit statuses, and values that many options take: seconds, whole numbers, users and
-groups by name, quantizations. What a command accepts, and its other statuses, are its own.
+groups by name. What a command accepts, and its other statuses, are its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
-
-from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.quantization import Quantization
 
 USAGE_EXIT = 64
 """Options that cannot be used (sysexits' EX_USAGE), apart from the small numbers that commands give a meaning."""
@@ -82,15 +79,6 @@ def user_id(text: str) -> int:
 def group_id(text: str) -> int:
     """A group id from a number or a name. Raises ArgumentTypeError."""
     return _id(text, lambda name: grp.getgrnam(name).gr_gid)
-
-
-def quantization(text: str) -> str:
-    """One of the spellings that `Quantization.named` takes, as it is. Raises ArgumentTypeError."""
-    try:
-        Quantization.named(text)
-    except InvalidOption as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _id(text: str, look_up: Callable[[str], int]) -> int:

@@ -7,7 +7,9 @@ Pure. What a method makes of a weight, and which weights it refuses, is the load
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.frozen import Frozen
@@ -20,6 +22,7 @@ GROUP_MULTIPLE = 8
 """So many four-bit values make the int32 they are packed into: no group is cut by one."""
 SIZE_MAX = 65536
 """Of a block's side, or of a group."""
+_ADDED = frozenset({"block", "group", "symmetric"})
 
 
 class Quantization(Frozen):
@@ -36,6 +39,13 @@ class Quantization(Frozen):
     """Inputs of a group."""
     symmetric: bool | None = None
     """Of integers: whether zero is zero, or each group has a zero point."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Parameters that came after the first release are left out where the method does not have them: what an
+        earlier release has made keeps its fingerprint, and is adopted.
+        """
+        return {name: value for name, value in dump(self).items() if value is not None or name not in _ADDED}
 
     @classmethod
     def named(cls, name: str) -> Quantization:

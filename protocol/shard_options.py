@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from weightcached.protocol.command_line import quantization, whole_number
+from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.quantization import SPELLINGS
+from weightcached.protocol.quantization import SPELLINGS, Quantization
 from weightcached.protocol.ranks import KINDS, every_rank, ranks_of
 
 Arguments = argparse._ActionsContainer
@@ -36,7 +36,7 @@ def add_shard_arguments(arguments: Arguments) -> None:
     )
     arguments.add_argument(
         "--quantization",
-        type=quantization,
+        type=_quantization,
         default="none",
         metavar="METHOD",
         help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
@@ -68,3 +68,12 @@ def shards_of(given: argparse.Namespace) -> list[dict[str, Any]]:
         named = ", ".join(f"--{name.replace('_', '-')} {rank}" for name, rank in chosen.items())
         raise InvalidOption("there is no such rank", found=named)
     return shards
+
+
+def _quantization(text: str) -> str:
+    """One of the spellings that `Quantization.named` takes, as it is. Raises ArgumentTypeError."""
+    try:
+        Quantization.named(text)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text

@@ -112,7 +112,7 @@ def test_a_broken_checkpoint_raises_what_the_loader_raises(place: Place, model: 
 
 
 def test_a_rank_that_the_layout_does_not_have(attached: Attached) -> None:
-    with pytest.raises(UnsupportedModel, match="TP size 1"):
+    with pytest.raises(UnsupportedModel, match="TP, PP and EP size 1"):
         attached(mode="off", tp_size=2, tp_rank=1)
 
 
