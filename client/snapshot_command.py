@@ -29,7 +29,7 @@ from weightcached.protocol.hub import resolve
 from weightcached.protocol.manifest import Manifest, encode_manifest
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.admission import admit
-from weightcached.protocol.place_options import add_place_arguments, allow_list
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
@@ -165,5 +165,5 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument(
         "--trust-filesystem", metavar="TYPE", action="append", default=[], help="believe inode and ctime there too"
     )
-    add_place_arguments(save)
+    add_place_arguments(save, name=NAME_OF_ONE)
     return parser

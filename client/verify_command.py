@@ -25,7 +25,7 @@ from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
-from weightcached.protocol.place_options import add_place_arguments, allow_list
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.ranks import rank_word
 from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
@@ -176,5 +176,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--against-disk", action="store_true", help="compare with MODEL's files too; reads all of them")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each attach (default: 600)")
     parser.add_argument("--json", action="store_true", help="every name with its verdict, as one JSON document")
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ONE)
     return parser

@@ -37,6 +37,7 @@ from weightcached.protocol.worker_messages import (
     Done,
     Failed,
     Job,
+    LoadStrategy,
     Memory,
     Planned,
     Progress,
@@ -69,6 +70,7 @@ class LoadRequest:
     """The content digest that was remembered for these receipts."""
     snapshot: Path | None = None
     """Load this rank's part of the snapshot in this directory, instead of the weights of the checkpoint."""
+    strategy: LoadStrategy = "auto"
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -88,6 +90,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 keeper_pid=os.getpid(),
                 trusted_filesystems=request.trusted_filesystems,
                 snapshot=None if request.snapshot is None else os.fspath(request.snapshot),
+                strategy=request.strategy,
             )
         )
         planned, none = await worker.receive(progress)

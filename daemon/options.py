@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser
+from weightcached.protocol.command_line import Parser, positive_seconds, whole_number
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.place_options import add_place_arguments, allow_list
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
-from weightcached.protocol.shard_options import add_shard_arguments, positive, sizes
+from weightcached.protocol.shard_options import add_shard_arguments, sizes
+from weightcached.protocol.worker_messages import LoadStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class ServeOptions:
     allowed: AllowList
     cache_dir: Path | None
     snapshot: Path | None
+    load_strategy: LoadStrategy
     trusted_filesystems: tuple[str, ...]
     drain_timeout_s: float
     exchange_timeout_s: float
@@ -61,7 +64,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="load what `weightcached snapshot save` wrote there; of the model only config.json has to be there",
     )
-    group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
+    group.add_argument(
+        "--load-strategy",
+        choices=get_args(LoadStrategy),
+        default="auto",
+        help="how files are read: through the page cache (read), the same for files far away (prefetch), past it\n"
+        "(direct), or from a mapping (mmap); the log says what auto has chosen, and why (default: auto)",
+    )
+    group.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where content digests are remembered (default: as `weightcached digest --help` says)",
+    )
     group.add_argument(
         "--trust-filesystem",
         metavar="TYPE",
@@ -75,21 +89,29 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """Limits and logs of a daemon. At its limits, used by hostile clients, a keeper still fits into 64 MiB."""
     group = parser.add_argument_group("running")
     group.add_argument(
-        "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
+        "--drain-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for exchanges under way at SIGTERM (default: 10)",
     )
     group.add_argument(
-        "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
+        "--exchange-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for one request, and for one reply (default: 10)",
     )
-    group.add_argument("--connections-max", type=positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=whole_number(1), default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=whole_number(1), default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=whole_number(1), default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=positive,
+        type=whole_number(1),
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -108,7 +130,9 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-allow-remote", action="store_true", help="let that address be one that other hosts can reach"
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
 
 
 def parse_serve(argv: list[str]) -> ServeOptions:
@@ -124,8 +148,8 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         parser.add_argument(
             f"--{kind}-rank", type=int, metavar="R", help=f"this daemon's rank; required when --{kind}-size is over 1"
         )
-    parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
-    add_place_arguments(parser)
+    parser.add_argument("--parent-pid", type=whole_number(1), help=argparse.SUPPRESS)  # `up`: die with that process
+    add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
 
@@ -148,6 +172,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
         snapshot=Path(given.snapshot).absolute() if given.snapshot is not None else None,
+        load_strategy=given.load_strategy,
         trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
@@ -173,10 +198,3 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
         remote_option="--metrics-allow-remote",
         allow_remote=given.metrics_allow_remote,
     )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
-    return value

@@ -16,7 +16,7 @@ from weightcached.loader import arithmetic
 from weightcached.loader.planned import Cast, PlannedParameter, Quantize
 from weightcached.loader.slabs import Slab
 from weightcached.protocol.dtypes import itemsize_bytes
-from weightcached.protocol.errors import CheckpointError
+from weightcached.protocol.errors import UnusableValue
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Transforms:
         """What the slab's ``source`` bytes become; the parameter itself first. Of what is not in place, the first is
         valid until ``source`` is written again or this is called again.
 
-        ``largest``: of its matrix, where that has been measured. Raises CheckpointError naming the tensor when values
+        ``largest``: of its matrix, where that has been measured. Raises UnusableValue naming the tensor when values
         cannot be quantized.
         """
         parameter = slab.parameter
@@ -88,7 +88,7 @@ class Transforms:
 
 
 def measure(slab: Slab, source: memoryview) -> float:
-    """The largest value of the slab, by magnitude. Raises CheckpointError naming the tensor when it is not finite."""
+    """The largest value of the slab, by magnitude. Raises UnusableValue naming the tensor when it is not finite."""
     values = _values(slab, source)
     largest = arithmetic.largest(values)
     if not math.isfinite(largest):
@@ -135,7 +135,7 @@ def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
         bad = values.abs() == values.abs().max()
         what, found = "values too large for the scales that they would have", f"{float(values[bad][0])!r}"
     element = slab.first + int(bad.flatten().nonzero()[0])
-    raise CheckpointError(
+    raise UnusableValue(
         f"{_source_of(slab.parameter, element)} has {what} and cannot be quantized",
         expected="finite values",
         found=found,
@@ -147,7 +147,7 @@ def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
 def _refuse_scale(slab: Slab, values: torch.Tensor) -> NoReturn:
     """Say which scale is none."""
     at = int(values.isfinite().logical_not_().nonzero()[0])
-    raise CheckpointError(
+    raise UnusableValue(
         f"{_source_of(slab.parameter, slab.first + at)} is a scale and has a value that is not finite",
         expected="finite values",
         found=f"{float(values[at])!r} as {slab.parameter.dtype}",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.boxes import whole
-from weightcached.loader.execute import THREADS, Executed, Progress, execute
+from weightcached.loader.execute import Executed, Progress, execute
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
 from weightcached.protocol.errors import SnapshotUnusable, TruncatedFile
@@ -20,6 +20,7 @@ from weightcached.protocol.manifest import Manifest, Row, encode_manifest
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.snapshot import Snapshot
 from weightcached.protocol.text import shown
+from weightcached.protocol.worker_messages import LoadStrategy
 
 _DTYPE = "uint8"
 _NAMES_SHOWN = 8
@@ -56,7 +57,12 @@ def _placed(row: Row, file: str) -> Placed:
 
 
 def restore(
-    snapshot: Snapshot, placement: Placement, segment: int, *, progress: Progress | None = None, threads: int = THREADS
+    snapshot: Snapshot,
+    placement: Placement,
+    segment: int,
+    *,
+    progress: Progress | None = None,
+    strategy: LoadStrategy = "auto",
 ) -> Restored:
     """Fill ``segment``, a writable descriptor of the placement's size whose bytes are zeros. Blocks.
 
@@ -65,7 +71,7 @@ def restore(
     """
     started_s = time.perf_counter()
     try:
-        executed = execute(placement, snapshot.files, segment, threads=threads, progress=progress)
+        executed = execute(placement, snapshot.files, segment, strategy=strategy, progress=progress)
     except TruncatedFile as error:
         raise SnapshotUnusable(
             error.message, expected=error.expected, found=error.found, where=snapshot.folder

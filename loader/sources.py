@@ -22,7 +22,7 @@ from weightcached.protocol.content import Receipts, open_weights, take_receipts,
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.snapshot import Snapshot, open_snapshot
-from weightcached.protocol.worker_messages import Job, Planned
+from weightcached.protocol.worker_messages import Job, LoadStrategy, Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Source(Protocol):
         """What will be allocated and read, and which content it is. Reads no weight."""
         ...
 
-    def fill(self, segment: int, progress: Progress) -> Filled:
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         """Fill the segment, a writable descriptor. Blocks. Raises what loading raises."""
         ...
 
@@ -91,9 +91,14 @@ class CheckpointSource:
             ),
         )
 
-    def fill(self, segment: int, progress: Progress) -> Filled:
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         loaded = pipeline.load(
-            self._checkpoint, self._prepared, segment, also_trusted=self._also_trusted, progress=progress
+            self._checkpoint,
+            self._prepared,
+            segment,
+            also_trusted=self._also_trusted,
+            progress=progress,
+            strategy=strategy,
         )
         figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
         return Filled(figures.bytes_read, figures.bytes_kept, figures.seconds, encode)
@@ -119,8 +124,8 @@ class SnapshotSource:
             digest=self._snapshot.digest,
         )
 
-    def fill(self, segment: int, progress: Progress) -> Filled:
-        restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress)
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress, strategy=strategy)
         encode = partial(snapshot.encode, self._snapshot, restored)
         return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
 

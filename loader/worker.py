@@ -91,6 +91,7 @@ def _serve(channel: Channel) -> None:
             filled = source.fill(
                 segments[0],
                 lambda done, total: channel.send(Progress(stage="load weights", bytes_done=done, bytes_total=total)),
+                job.strategy,
             )
         manifest = filled.encode(
             generation=job.generation,

@@ -16,7 +16,7 @@
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
     │   ├── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
-    │   └── SnapshotUnusable
+    │   └── UnusableValue · SnapshotUnusable
     └── ContractError                 report a bug (or a hostile peer)
         ├── ProtocolError · TransferError · InternalError
         └── PlanError · BindError
@@ -337,6 +337,12 @@ class ShapeMismatch(CheckpointError):
     """A tensor's shape is not the one ``config.json`` implies."""
 
     code = "shape_mismatch"
+
+
+class UnusableValue(CheckpointError):
+    """A tensor has a value that cannot be quantized: not finite, or too large for the scale that it would have."""
+
+    code = "unusable_value"
 
 
 class CheckpointChanged(CheckpointError):

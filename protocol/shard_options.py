@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from weightcached.protocol.command_line import quantization
+from weightcached.protocol.command_line import quantization, whole_number
 from weightcached.protocol.config import LAYOUT_REVISIONS
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.quantization import SPELLINGS
@@ -22,7 +22,7 @@ def add_shard_arguments(arguments: Arguments) -> None:
     """Everything but the model and the ranks."""
     for kind, called in KINDS.items():
         arguments.add_argument(
-            f"--{kind}-size", type=positive, default=1, metavar="N", help=f"{called} ranks (default: 1)"
+            f"--{kind}-size", type=whole_number(1), default=1, metavar="N", help=f"{called} ranks (default: 1)"
         )
     arguments.add_argument(
         "--expert-placement",
@@ -46,7 +46,9 @@ def add_shard_arguments(arguments: Arguments) -> None:
 def add_rank_filters(arguments: Arguments) -> None:
     """``--tp-rank`` and the others where all ranks are meant without them."""
     for kind, called in KINDS.items():
-        arguments.add_argument(f"--{kind}-rank", type=int, metavar="R", help=f"this {called} rank only (default: all)")
+        arguments.add_argument(
+            f"--{kind}-rank", type=whole_number(0), metavar="R", help=f"this {called} rank only (default: all)"
+        )
 
 
 def sizes(given: argparse.Namespace) -> dict[str, int]:
@@ -66,11 +68,3 @@ def shards_of(given: argparse.Namespace) -> list[dict[str, Any]]:
         named = ", ".join(f"--{name.replace('_', '-')} {rank}" for name, rank in chosen.items())
         raise InvalidOption("there is no such rank", found=named)
     return shards
-
-
-def positive(text: str) -> int:
-    """A number from 1 on. Raises ArgumentTypeError."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value

@@ -6,7 +6,7 @@ the manifest's descriptor), or ``Failed`` at any point. Same framing as the data
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -27,6 +27,10 @@ from weightcached.protocol.messages import (
 JOB_BODY_MAX_BYTES = 32 * 1024 * 1024
 
 
+LoadStrategy = Literal["auto", "read", "prefetch", "direct", "mmap"]
+"""How bytes get from files into segments; what each is for is the loader's to say."""
+
+
 class Job(Message):
     """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
 
@@ -38,6 +42,7 @@ class Job(Message):
     """What the operator trusts beside the known ones: ``also_trusted`` of ``take_receipts``."""
     snapshot: LongText | None = None
     """The directory of a snapshot to fill the segments from, instead of from the weights in ``model_dir``."""
+    strategy: LoadStrategy = "auto"
 
 
 class Planned(Message):

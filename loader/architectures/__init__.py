@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcached.loader.architectures.bert import BERT, BERT_SEQUENCES, BERT_TOKENS
+from weightcached.loader.architectures.bert import BERT, BERT_MASKED, BERT_SEQUENCES, BERT_TOKENS
 from weightcached.loader.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from weightcached.loader.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from weightcached.loader.architectures.gpt2 import GPT2
@@ -16,6 +16,7 @@ from weightcached.loader.architectures.table import Architecture
 
 TABLES = (
     BERT,
+    BERT_MASKED,
     BERT_SEQUENCES,
     BERT_TOKENS,
     DEEPSEEK_V2,

@@ -74,8 +74,8 @@ class Architecture:
     nested: str | None = None
     """The key of ``config.json`` under which another model that embeds this one keeps its config."""
     spellings: tuple[Mapping[str, str], ...] = ({},)
-    """How files may spell names: prefixes of the rows' names, and what stands for them there. The first whose own
-    prefixes all occur counts; the last, if none does."""
+    """How files may spell names: beginnings of the rows' names, or, with a dot in front, endings, and what stands for
+    them there. The first of which all occur counts; the last, if there is none."""
     spelling: Mapping[str, str] = field(default_factory=dict)
     """The one that counts."""
     ends_on_all_stages: bool = False
@@ -92,16 +92,21 @@ class Architecture:
         """The same table for a checkpoint of these tensors. Below, what is said of tensors is in their spelling."""
 
         def occurs(spelling: Mapping[str, str]) -> bool:
-            return all(any(name.startswith(prefix) for name in names) for prefix in spelling.values())
+            endings = [theirs for ours, theirs in spelling.items() if ours.startswith(".")]
+            beginnings = [theirs for ours, theirs in spelling.items() if not ours.startswith(".")]
+            return all(any(name.endswith(text) for name in names) for text in endings) and all(
+                any(name.startswith(text) for name in names) for text in beginnings
+            )
 
-        spelling = next(filter(occurs, self.spellings), self.spellings[-1])
-        return replace(self, spelling=spelling)
+        return replace(self, spelling=next(filter(occurs, self.spellings), self.spellings[-1]))
 
     def on_disk(self, name: str) -> str:
         """The files' spelling of a name of the rows'."""
         for ours, theirs in self.spelling.items():
-            if name.startswith(ours):
-                return theirs + name[len(ours) :]
+            if ours.startswith("."):
+                name = name.removesuffix(ours) + theirs if name.endswith(ours) else name
+            elif name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
         return name
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:

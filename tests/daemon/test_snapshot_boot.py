@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import raw_tensor, tiny_config, tiny_llama, tiny_shapes, write_checkpoint
-from tests.support.daemons import Daemon, daemon, digest_of
+from tests.support.daemons import Daemon, daemon, digest_of, supervised_daemon
 from weightcached.client import attach
 from weightcached.client.snapshot_command import main
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
@@ -73,6 +73,21 @@ def test_a_cold_boot_without_the_checkpoint(
         with pytest.raises(CheckpointMismatch):
             attached(served, other)
         assert served.report().attaches["unproven"] >= 2
+
+
+def test_what_came_from_a_snapshot_outlives_its_keeper(
+    bare: Path, saved: dict[str, Any], tmp_path: Path, runtime_dir: Path
+) -> None:
+    """The next keeper adopts it, and the digest that proves it."""
+    with supervised_daemon(bare, runtime_dir, "--snapshot", str(tmp_path / "snap"), **OPTIONS) as served:
+        before = served.wait_until("ready")
+        first = len(served.log.lines)
+        served.kill_keeper()
+        after = served.wait_ready_again(first)
+        assert after.generation == before.generation
+        assert after.digest == saved["digest"]
+        assert after.bytes_read == 0
+        assert attached(served, bare, digest=saved["digest"])
 
 
 def another_content(directory: Path) -> Path:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -49,12 +49,12 @@ class Engine:
     def _ask(self, **request: object) -> dict:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise EngineError(f"ended with {self._process.wait()}:\n{self._log.read()[-4000:]}")
-        return json.loads(line)
+        if self._process.poll() is None:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            if line := self._process.stdout.readline():
+                return json.loads(line)
+        self._log.seek(0)
+        raise EngineError(f"ended with {self._process.wait()}:\n{self._log.read()[-4000:]}")
 
 
 @contextmanager
@@ -64,12 +64,11 @@ def running() -> Iterator[Engine]:
     It is started a second time if an illegal instruction killed the first: what some builds of its libraries do now and
     then on processors without AVX-512, before they have loaded anything.
     """
-    with tempfile.TemporaryFile("w+") as log:
-        process = _started(log)
+    with tempfile.TemporaryFile("w+") as log, ExitStack() as processes:
+        process = processes.enter_context(_started(log))
         if process.poll() == -signal.SIGILL:
-            process = _started(log)
-        with process:
-            yield Engine(process, log)
+            process = processes.enter_context(_started(log))
+        yield Engine(process, log)
 
 
 def _started(log: IO[str]) -> subprocess.Popen[str]:

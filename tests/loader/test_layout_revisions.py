@@ -64,6 +64,7 @@ def test_rules_change_only_with_their_revision(layout):
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "vocab_size": 100}
 FAMILIES = {
     "BertModel": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForMaskedLM": tiny_config(max_position_embeddings=40, type_vocab_size=2, tie_word_embeddings=None),
     "BertForSequenceClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
     "BertForTokenClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
     "GemmaForCausalLM": tiny_config(tie_word_embeddings=None),
@@ -77,6 +78,7 @@ FAMILIES = {
 
 PINNED_FAMILIES = {
     "BertModel": "3a8377e1359e4e6d",
+    "BertForMaskedLM": "f28162bd5f32f855",
     "BertForSequenceClassification": "84c92a27c56932df",
     "BertForTokenClassification": "c1bb09af504974b9",
     "GemmaForCausalLM": "462b5578d23f3a21",

@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, tuple[str, ...]]] = {
     "another dtype than its neighbour": (wrong_dtype, "unsupported_model", (UP, "float16")),
     "fewer layers stated": (fewer_layers_stated, "unexpected_tensor", ("says 1 layers", "have 2", "layers.1.")),
     "more layers stated": (more_layers_stated, "missing_tensor", ("says 3 layers", "have 2", "layers.2.")),
-    "a value that cannot be quantized": (not_a_number, "checkpoint", (UP, "NaN", "not finite")),
+    "a value that cannot be quantized": (not_a_number, "unusable_value", (UP, "NaN", "not finite")),
     "only pickle files": (only_pickles, "pickle_refused", (f"{FIRST}.bin",)),
     "an index of pickle files": (index_of_pickles, "pickle_refused", ("pytorch_model.bin",)),
     "several files and no index": (several_without_index, "bad_index", (FIRST, SECOND)),

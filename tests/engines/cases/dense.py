@@ -38,6 +38,9 @@ CASES = (
     Case("gpt2-untied-stages", {**GPT2, "tie_word_embeddings": False}, **STAGES),
     Case("olmo2-stages", {**DECODER, "model_type": "olmo2"}, **STAGES),
     Case("bert", BERT, auto_class="AutoModel"),
+    # vLLM has tied words at TP 1 only: it copies one rank's share of the embeddings into the whole projection.
+    Case("bert-words", BERT, auto_class="AutoModelForMaskedLM", tp_sizes=(1,)),
+    Case("bert-words-untied", {**BERT, "tie_word_embeddings": False}, auto_class="AutoModelForMaskedLM"),
     Case("bert-sequences", BERT, auto_class="AutoModelForSequenceClassification"),
     Case("bert-tokens", BERT, auto_class="AutoModelForTokenClassification"),
 )

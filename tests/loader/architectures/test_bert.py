@@ -17,8 +17,23 @@ SIZES = {
     "vocab_size": 200,
     "max_position_embeddings": 40,
 }
-CLASSES = {"BertModel": "model.", "BertForSequenceClassification": "", "BertForTokenClassification": ""}
+CLASSES = {
+    "BertModel": "model.",
+    "BertForMaskedLM": "",
+    "BertForSequenceClassification": "",
+    "BertForTokenClassification": "",
+}
 """What engines put before the names that Transformers writes."""
+
+
+MASKED = {
+    "cls.predictions.transform.dense.weight": "mlm_head.dense.weight",
+    "cls.predictions.transform.dense.bias": "mlm_head.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight": "mlm_head.layer_norm.weight",
+    "cls.predictions.transform.LayerNorm.bias": "mlm_head.layer_norm.bias",
+    "cls.predictions.decoder.weight": "mlm_head.decoder.weight",
+    "cls.predictions.bias": "mlm_head.decoder.bias",
+}
 
 
 def reference(prefix: str):
@@ -27,7 +42,9 @@ def reference(prefix: str):
         for stored, tensor in tensors.items():
             name = prefix + stored
             at, _, ending = name.rpartition(".")
-            if at.endswith(".query"):
+            if stored in MASKED:
+                made[MASKED[stored]] = tensor
+            elif at.endswith(".query"):
                 layer = stored.rpartition("query.")[0]
                 others = (tensors[f"{layer}{part}.{ending}"] for part in ("key", "value"))
                 made[f"{prefix}{layer}qkv_proj.{ending}"] = rank.qkv(tensor, *others, kv_heads=8)
@@ -41,6 +58,8 @@ def reference(prefix: str):
                 made[name] = tensor
             elif at in ("classifier", "bert.pooler.dense"):
                 made[name] = tensor.float()
+        if "mlm_head.dense.weight" in made:
+            made.setdefault("mlm_head.decoder.weight", tensors["bert.embeddings.word_embeddings.weight"])
         return made
 
     return made_of
@@ -52,6 +71,31 @@ def test_every_rank(tmp_path, architecture, size):
     no_keys_of_its_own = {"num_key_value_heads": 2, "head_dim": 8}
     directory = write(tmp_path, architecture, {**SIZES, "num_labels": 5, **no_keys_of_its_own})
     require_every_rank(directory, reference(CLASSES[architecture]), size=size)
+
+
+def test_an_output_projection_of_its_own(tmp_path):
+    directory = write(tmp_path, "BertForMaskedLM", {**SIZES, "tie_word_embeddings": False})
+    assert "cls.predictions.decoder.weight" in tensors_of(directory)
+    require_every_rank(directory, reference(""), size=2)
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_the_first_checkpoints_spell_norms_otherwise(tmp_path, architecture):
+    directory = write(tmp_path, architecture, SIZES)
+    today = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+    def respelled(name, spelling):
+        return next((name.replace(a, b) for a, b in spelling.items() if name.endswith(a)), name)
+
+    once = {b: a for a, b in today.items()}
+    old = {respelled(name, once): tensor for name, tensor in tensors_of(directory).items()}
+    assert sum(name.endswith(("gamma", "beta")) for name in old) >= 10
+    save_file(old, directory / "model.safetensors")
+
+    def as_of_today(tensors, rank):
+        return reference(CLASSES[architecture])({respelled(n, today): t for n, t in tensors.items()}, rank)
+
+    require_every_rank(directory, as_of_today, size=2)
 
 
 def test_two_labels_where_config_json_names_none(tmp_path):
