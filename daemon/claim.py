@@ -17,7 +17,7 @@ import socket
 import stat
 from pathlib import Path
 
-from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon
+from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon, WeightCacheError
 from weightcached.protocol.peers import AllowList, check_directory, check_way, peer_of
 from weightcached.protocol.places import Place
 
@@ -45,15 +45,18 @@ class Claim:
         removed the lock file under it), InvalidPlace when something else than a socket is there.
         """
         place = self.place
-        self._require_replaceable(place.socket_path)
-        _remove_socket(place.binding_path)  # left by a daemon that was killed between bind and rename
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
+            self._require_replaceable(place.socket_path)
+            _remove_socket(place.binding_path)  # left by a daemon that was killed between bind and rename
             listener.bind(str(place.binding_path))
             os.chmod(place.binding_path, mode)
             listener.listen(BACKLOG)
             bound = os.lstat(place.binding_path)
             os.rename(place.binding_path, place.socket_path)
+        except WeightCacheError:
+            listener.close()
+            raise
         except OSError as error:
             listener.close()
             raise InvalidPlace("cannot put a socket there", found=error.strerror, where=place.socket_path) from error
@@ -164,9 +167,14 @@ def take(place: Place, allowed: AllowList) -> Claim:
     fd = _lock(place, allowed)
     try:
         _write_holder(fd, place)
-    except BaseException:
+    except OSError as error:
         os.close(fd)
-        raise
+        raise InvalidPlace(
+            "cannot write to the lock file",
+            found=error.strerror,
+            where=place.lock_path,
+            next_step="see that the file system has room and can be written to",
+        ) from error
     return Claim(place, fd)
 
 

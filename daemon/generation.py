@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
+from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
@@ -60,7 +61,17 @@ class Origin:
 
     @classmethod
     def of(cls, path: str, *, hub_id: str | None = None) -> Origin:
-        return cls(os.path.abspath(path), hub_id)
+        """Raises InvalidOption for a path that is no text: neither the worker nor the state record can be told it."""
+        absolute = os.path.abspath(path)
+        try:
+            absolute.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidOption(
+                "the checkpoint's path is not UTF-8 in this process's locale",
+                found=ascii(absolute),
+                next_step="name a link to it that is, or set a UTF-8 locale if it is one",
+            ) from error
+        return cls(absolute, hub_id)
 
     def is_what(self, model: str) -> bool:
         """Whether ``model``, an option's value, names the same: by words alone, since files may have vanished."""

@@ -14,6 +14,7 @@ from typing import get_args
 from weightcached.daemon.address import Address
 from weightcached.protocol.command_line import Parser, positive_seconds, whole_number
 from weightcached.protocol.config import Parallel
+from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
@@ -156,6 +157,8 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
+    if not given.model:
+        raise InvalidOption("--model is empty", expected="a checkpoint directory, or a hub id", found="no text")
     ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
     parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
     return ServeOptions(

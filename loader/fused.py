@@ -96,6 +96,7 @@ def _wanted(architecture: Architecture, model: ModelShape, rank: Rank, config: C
             f"{config.architecture}: there are more {fault.kind} ranks than {fault.what} to share",
             expected=f"{fault.kind} size 1 to {fault.most}",
             found=f"{fault.kind} size {getattr(config.parallel, f'{fault.kind}_size')}",
+            next_step=f"use at most {fault.most} {fault.kind} ranks",
         ) from None
 
 

@@ -242,8 +242,10 @@ def _after(tensor: str, parameter: str) -> str:
 
 
 def _left_out(checkpoint: Mapping[str, Any], ranks: Sequence[RankSummary]) -> Iterator[tuple[str, str, str]]:
-    """Tensors that no rank reads (some may be for another), and files: those alike but for numbers are one row."""
-    reasons = {name: reason for rank in ranks for name, reason in rank.accounting.ignored.items()}
+    """Tensors that none of the ranks reads, and files: those alike but for numbers are one row."""
+    loaded = frozenset[str]().union(*(rank.accounting.loaded for rank in ranks))
+    ignored = (item for rank in ranks for item in rank.accounting.ignored.items())
+    reasons = {name: reason for name, reason in ignored if name not in loaded}
     times = Counter((folded(name), reason) for name, reason in sorted(reasons.items()))
     yield from ((name, str(count), reason) for (name, reason), count in times.items())
     yield from ((name, "1", reason) for name, reason in checkpoint["ignored_files"].items())

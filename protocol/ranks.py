@@ -25,6 +25,11 @@ def rank_of(
 
     A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right.
     """
+    for name, number in [*sizes.items(), *ranks.items()]:
+        # 0.0 or False would name a place where no daemon can ever be, and an absent place is loaded from disk.
+        if number is not None and type(number) is not int:
+            found = f"{number!r} for {name}"
+            raise InvalidOption("sizes and ranks are whole numbers", expected="ints", found=found)
     for kind, size in sizes.items():
         if ranks.get(kind) is None and size > 1:
             raise InvalidOption(

@@ -68,6 +68,14 @@ class Snapshot:
                 where=self.folder,
                 next_step="make it again with this release",
             ) from error
+        if config.fingerprint != self.manifest.meta.fingerprint:  # a field has come since, or is gone
+            raise SnapshotMismatch(
+                "another release has taken the fingerprint of the snapshot's configuration",
+                expected=config.fingerprint,
+                found=self.manifest.meta.fingerprint,
+                where=self.folder,
+                next_step="make it again with this release",
+            )
         if config.fingerprint == asked.fingerprint:
             return
         differences = explain_differences(config.entries(), asked.entries())

@@ -91,8 +91,8 @@ class Mailbox:
     def close(self) -> None:
         """Close, and remove the socket and its directory. Safe to call twice."""
         self._socket.close()
-        self.path.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # what cannot be removed (a read-only file system) the next one sweeps away
+            self.path.unlink(missing_ok=True)
             self._directory.rmdir()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from weightcached.loader.schemes.linear import EACH, Linear, Quantized, Scheme, groups, packed
+from weightcached.loader.schemes.axes import EACH, groups, packed
+from weightcached.loader.schemes.linear import Linear, Quantized, Scheme
 from weightcached.loader.schemes.settings import Patterns, Settings
 
 

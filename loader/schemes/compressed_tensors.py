@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+from weightcached.loader.schemes.axes import EACH, groups, packed
 from weightcached.loader.schemes.fp8 import Granularity, OneByte
-from weightcached.loader.schemes.linear import EACH, KvScale, Linear, Quantized, Scheme, groups, packed
+from weightcached.loader.schemes.linear import KvScale, Linear, Quantized, Scheme
 from weightcached.loader.schemes.settings import Patterns, Settings
 from weightcached.protocol.errors import UnsupportedModel
 

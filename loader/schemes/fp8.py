@@ -11,7 +11,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-from weightcached.loader.schemes.linear import ONE, KvScale, Linear, Quantized, Scheme, blocks
+from weightcached.loader.schemes.axes import ONE, blocks
+from weightcached.loader.schemes.linear import KvScale, Linear, Quantized, Scheme
 from weightcached.loader.schemes.settings import Patterns, Settings
 
 Granularity = Literal["tensor", "channel"] | tuple[int, int]

@@ -12,7 +12,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weightcached.loader.schemes.linear import EACH, Linear, Quantized, Scheme, groups, packed
+from weightcached.loader.schemes.axes import EACH, groups, packed
+from weightcached.loader.schemes.linear import Linear, Quantized, Scheme
 from weightcached.loader.schemes.settings import Patterns, Settings, is_match
 
 

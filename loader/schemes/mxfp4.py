@@ -12,7 +12,8 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from weightcached.loader.architectures.rows import Wanted
-from weightcached.loader.schemes.linear import EACH, Axis, Linear, Quantized, Scheme
+from weightcached.loader.schemes.axes import EACH, Axis
+from weightcached.loader.schemes.linear import Linear, Quantized, Scheme
 from weightcached.loader.schemes.settings import Settings
 
 BLOCK = 32

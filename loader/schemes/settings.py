@@ -89,23 +89,30 @@ class Patterns:
     stand in a module's name in a row (``lm_head``, ``mlp.gate``, a full name).
     """
 
-    words: frozenset[str]
+    words: Mapping[str, tuple[str, ...]]
+    """By their last component: most modules have none that any word ends with."""
     expressions: tuple[str, ...]
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Patterns:
-        expressions = tuple(name[3:] for name in names if name.startswith("re:"))
-        return cls(frozenset(name for name in names if not name.startswith("re:")), expressions)
+        words: dict[str, tuple[str, ...]] = {}
+        expressions = []
+        for name in names:
+            if name.startswith("re:"):
+                expressions.append(name[3:])
+            else:
+                last = name.rpartition(".")[2]
+                words[last] = (*words.get(last, ()), name)
+        return cls(words, tuple(expressions))
 
     def __bool__(self) -> bool:
         return bool(self.words or self.expressions)
 
     def name(self, module: str) -> bool:
         """Whether one of them is this module's."""
-        if self.words:
-            parts = module.split(".")
-            ends = range(1, len(parts) + 1)
-            if any(".".join(parts[start:end]) in self.words for end in ends for start in range(end)):
+        dotted = f".{module}."
+        for component in self.words.keys() & module.split("."):
+            if any(f".{word}." in dotted for word in self.words[component]):
                 return True
         return any(is_match(module, expression) for expression in self.expressions)
 

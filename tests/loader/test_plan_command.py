@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import raw_tensor, tiny_config, tiny_llama, tiny_shapes, write_checkpoint
+from tests.support.checkpoints import (
+    make_checkpoint,
+    raw_tensor,
+    tiny_config,
+    tiny_llama,
+    tiny_shapes,
+    write_checkpoint,
+)
 from tests.support.execution import load
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
@@ -107,6 +114,19 @@ def test_the_tables_say_what_goes_where_and_what_is_ignored_and_why(tmp_path, sa
     code, other = said(tmp_path, "--layout", "fused", "--tp-size", 2, "--tp-rank", 1)
     assert "zeros [6:64, :]" in other
     assert "rank tp1of2:" in other
+
+
+def test_stages_and_experts(tmp_path, said):
+    """What one rank leaves to another is not called ignored where both are planned; experts that are alike are one."""
+    directory = make_checkpoint(tmp_path, "mixtral")
+    stages = ("--layout", "fused", "--pp-size", 2)
+    code, both = said(directory, *stages)
+    assert code == 0
+    assert "ignored:" not in both
+    assert "tp0of1-pp1of2" in both
+    assert " (*.w1.weight + *.w3.weight) × 4" in both
+    code, one = said(directory, *stages, "--pp-rank", 0)
+    assert "of another pipeline stage" in one
 
 
 def test_no_weight_is_read(tmp_path, said):

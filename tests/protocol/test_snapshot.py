@@ -12,7 +12,7 @@ from tests.support.unprivileged import NOBODY
 from weightcached.protocol import snapshot
 from weightcached.protocol.config import LAYOUT_REVISIONS, CacheConfig, Parallel
 from weightcached.protocol.errors import SnapshotMismatch, SnapshotUnusable, SnapshotUnwritable
-from weightcached.protocol.manifest import Manifest
+from weightcached.protocol.manifest import Manifest, NameAccounting, encode_manifest
 from weightcached.protocol.snapshot import MANIFEST_NAME, Snapshot, open_snapshot, write_snapshot
 from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant
 
@@ -186,6 +186,20 @@ def test_another_configuration_is_told_field_by_field(tmp_path: Path, granted: H
             opened.require_config(asked)
         assert re.search(r"dtype: it has 'auto', 'float32' is asked for", str(caught.value))
         assert re.search(r"model\.hidden_size: it has 8, 16 is asked for", str(caught.value))
+
+
+def test_a_configuration_with_fields_that_another_release_did_not_have(tmp_path: Path, granted: HonestGrant) -> None:
+    """Engines would be refused later, by the fingerprint."""
+    meta = Manifest.decode(granted.manifest).meta.model_copy(update={"fingerprint": "0" * 64})
+    manifest = encode_manifest(meta, list(Manifest.decode(granted.manifest)), NameAccounting())
+    write_snapshot(tmp_path, DEVICE, manifest=manifest, segments=[memoryview(granted.segment)])
+    with open_snapshot(tmp_path, DEVICE) as opened, pytest.raises(SnapshotMismatch, match="another release"):
+        opened.require_config(CONFIG)
+    meta = meta.model_copy(update={"config": {**meta.config, "unheard_of": 1}})
+    manifest = encode_manifest(meta, list(Manifest.decode(granted.manifest)), NameAccounting())
+    write_snapshot(tmp_path, DEVICE, manifest=manifest, segments=[memoryview(granted.segment)])
+    with open_snapshot(tmp_path, DEVICE) as opened, pytest.raises(SnapshotMismatch, match="not one that this release"):
+        opened.require_config(CONFIG)
 
 
 def test_files_that_others_could_have_written_do_not_count(tmp_path: Path, granted: HonestGrant) -> None:

@@ -285,8 +285,8 @@ def arguments_for(
     quantization: str = "none",
     **ranks: object,
 ) -> list[str]:
-    """Arguments of `weightcached serve`, with the digest cache beside the sockets, logs as JSON. ``ranks``: of stages
-    and experts.
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON. ``ranks`` are those
+    of stages and experts.
     """
     arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
     arguments += ["--layout", layout, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank), "--dtype", dtype]
