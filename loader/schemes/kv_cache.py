@@ -61,8 +61,8 @@ def zero_points(names: Iterable[str], attentions: Container[str]) -> dict[str, s
 
 
 def attention_of(name: str) -> str | None:
-    """The attention whose scale the tensor ``name`` can be, if any."""
-    matches = (spelling.fullmatch(name) for spelling, _ in _SPELLINGS)
+    """The attention whose scale, or zero point, the tensor ``name`` can be, if any."""
+    matches = (spelling.fullmatch(name) for spelling in (*(spelling for spelling, _ in _SPELLINGS), _ZERO_POINT))
     return next((match["attention"] for match in matches if match is not None), None)
 
 
