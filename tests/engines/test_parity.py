@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engines import checkpoints
 from tests.engines.cases import CASES, Rank
+from tests.engines.cases.case import Case
+from tests.engines.cases.dense import LLAMA, SIX_HEADS
 from tests.engines.compare import loaded, served
 from tests.engines.engine import EngineError
 from tests.engines.held import differences
+from weightcached.protocol.errors import WeightCacheError
 
 EVERY_RANK = [pytest.param(case, rank, id=f"{case.name}-{rank}") for case in CASES for rank in case.ranks()]
 
@@ -36,6 +40,21 @@ def test_another_rank_s_shard_is_seen_to_differ(vllm, checkpoint):
     assert {difference.what for difference in found} == {"sha256"}
     cut = ("embed_tokens", "lm_head", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     assert {difference.name.split(".")[-2] for difference in found} == set(cut)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("config", "tp_size"),
+    [(LLAMA, 3), (SIX_HEADS, 2), ({**LLAMA, "intermediate_size": 388}, 8), ({**SIX_HEADS, "vocab_size": 512}, 3)],
+    ids=["heads", "kv-heads", "intermediate", "vocabulary"],
+)
+def test_sizes_that_the_engine_cannot_share_are_refused_here_too(vllm, tmp_path, config, tp_size):
+    case = Case("refused", config)
+    model = checkpoints.write(case, tmp_path / "model")
+    with pytest.raises(EngineError):
+        vllm.held(model, case, Rank(0, tp_size))
+    with pytest.raises(WeightCacheError):
+        loaded(model, case, Rank(0, tp_size))
 
 
 @pytest.mark.timeout(300)
