@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightcached.protocol.errors import UntrustedDaemon
+from weightcached.protocol.errors import InvalidOption, UntrustedDaemon
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59  # not in Python's socket module
@@ -74,6 +74,11 @@ class AllowList:
 
     uids: Collection[int] = field(default_factory=frozenset)
     gids: Collection[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for number in (*self.uids, *self.gids):
+            if type(number) is not int:  # a name would never match anybody
+                raise InvalidOption("users and groups are trusted by number", expected="ints", found=repr(number))
 
     def admits_uid(self, uid: int) -> bool:
         return uid in (0, os.geteuid()) or uid in self.uids

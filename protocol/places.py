@@ -37,8 +37,8 @@ def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
     and an engine that looks elsewhere would silently load from disk.
     """
     chosen = Path(option) if option is not None else Path(os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR)
-    if not chosen.is_absolute():
-        raise InvalidOption("the runtime directory must be an absolute path", found=str(chosen))
+    if not chosen.is_absolute() or "\0" in str(chosen):
+        raise InvalidOption("the runtime directory must be an absolute path", found=ascii(str(chosen)))
     return chosen
 
 
