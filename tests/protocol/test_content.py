@@ -403,7 +403,7 @@ def test_an_overlay_whose_layers_are_out_of_sight_is_not_believed(tmp_path: Path
     mkdir base; mount -t tmpfs tmpfs base; cd base; mkdir low up work all
     echo 1 >low/x
     mount -t overlay overlay -o "lowerdir=$PWD/low,upperdir=$PWD/up,workdir=$PWD/work" all
-    mv low hidden; mkdir low; echo 2 >low/x
+    mv low hidden; mkdir low; echo 2 >low/x; touch -d yesterday low/x
     """
     hidden, allowed = trust(setup, tmp_path, ("all/x", []), ("all/x", ["overlay"]))
     assert not hidden[0]
