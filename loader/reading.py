@@ -157,7 +157,7 @@ def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int]]:
             yield tensor.file, _requested_nbytes(boxes, tensor.shape, parameter.source_shape, itemsize)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)  # as many as a layer has tensors, or none would be found again
 def _requested_nbytes(boxes: tuple[Box, Box, bool], tensor: Shape, parameter: Shape, itemsize: int) -> int:
     """The same for one copy between tensors of these shapes. Layers repeat them: each is looked at once."""
     if is_contiguous(boxes[0], tensor):
