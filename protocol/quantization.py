@@ -7,7 +7,9 @@ Pure. What a method makes of a weight, and which weights it refuses, is the load
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer
 
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.frozen import Frozen
@@ -30,7 +32,7 @@ class Quantization(Frozen):
     granularity: Literal["tensor", "channel", "block", "group"] | None = None
     """What has a scale of its own: a weight matrix, an output channel, a block of one, a group of inputs of a
     channel."""
-    block: tuple[int, int] | None = None
+    block: Annotated[tuple[int, int], PlainSerializer(list)] | None = None
     """Outputs and inputs of a block."""
     group: int | None = None
     """Inputs of a group."""
