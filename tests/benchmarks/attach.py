@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -56,6 +57,9 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
         cells += _ours(settings, workspace, count, sizes, written)
         say(f"attach: {count:,} tensors, weightcached done")
         for strategy in STRATEGIES:
+            if strategy == "file_descriptor" and (lacking := _descriptors_lacking(count)):
+                left_out.append(lacking)
+                continue
             some = len(sizes) if not settings.quick else 1
             cells += _shared(settings, workspace, strategy, count, sizes[:some], written[:some])
             say(f"attach: {count:,} tensors, torch.multiprocessing, {strategy} done")
@@ -77,6 +81,14 @@ def _fitting(sizes: Sequence[int]) -> tuple[list[int], list[str]]:
         f"{size(left)} was left out: all sizes together need {size(sum(sizes) + SPARE_BYTES)} of free memory"
         for left in sizes[len(fitting) :]
     ]
+
+
+def _descriptors_lacking(count: int) -> str | None:
+    """Why a process cannot hold a descriptor for each tensor, and another while it is being fetched."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 2 * count + 100 <= hard:
+        return None
+    return f"file_descriptor, {count:,} tensors was left out: it needs {2 * count:,} descriptors, the limit is {hard:,}"
 
 
 def _ours(
@@ -137,6 +149,7 @@ def _producing(workspace: Workspace, strategy: str, name: str, written: Written)
     process = workspace.start(
         fresh.command("sharing.producer:serve", arguments),
         cwd=fresh.ROOT,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"},  # or copies made for sharing stay
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

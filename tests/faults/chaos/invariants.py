@@ -51,10 +51,7 @@ def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_w
     for site in world.sites:
         allowed = permits if site is struck else frozenset()
         for engine in site.engines:
-            said = engine.check(rows="all" if all_rows else "some")
-            _require_right_bytes(world, engine, said)
-            held[engine.pid] = said
-            _check_engine(world, engine, said)
+            held[engine.pid] = _check_engine(world, engine, rows="all" if all_rows else "some")
             for record in engine.news():
                 _judge(world, site, engine, record, allowed)
     for site in world.sites:
@@ -120,15 +117,27 @@ def _require_right_bytes(world: World, engine: Engine, said: Record) -> None:
         raise Broken("bytes", f"{engine.role} {engine.pid} reads other bytes than the checkpoint's: {said}")
 
 
-def _check_engine(world: World, engine: Engine, said: Record) -> None:
-    """However often it attached, failed to, or lost its lease: with one lease it holds what it held at first."""
+def _check_engine(world: World, engine: Engine, *, rows: str) -> Record:
+    """What it says of itself. However often it attached or lost its lease: with one lease it holds what it
+    held at first (as two looks agree). On a busy machine it may lose its lease right after it spoke: it is asked again.
+    """
+    expected, deadline_s = engine.level or Counter(), time.monotonic() + SETTLED_WITHIN_S
+    while True:
+        said = engine.check(rows=rows)
+        _require_right_bytes(world, engine, said)
+        now = processes.descriptors(engine.pid) + processes.threads(engine.pid)
+        if said["state"] != "connected":
+            break
+        if now == expected:
+            engine.level = now
+            break
+        if time.monotonic() > deadline_s:
+            more, fewer = now - expected, expected - now
+            raise Broken("descriptors", f"{engine.role} {engine.pid}: more {more}, fewer {fewer}")
+        if engine.level is None:
+            expected = now
     world.figures.engine_mib_max = max(world.figures.engine_mib_max, processes.anonymous_mib(engine.pid))
-    if said["state"] != "connected":
-        return
-    now = processes.descriptors(engine.pid) + processes.threads(engine.pid)
-    before, engine.level = engine.level or now, now
-    if now != before:
-        raise Broken("descriptors", f"{engine.role} {engine.pid}: more {now - before}, fewer {before - now}")
+    return said
 
 
 def _check_leases(world: World, site: Site, held: dict[int, Record]) -> None:
