@@ -143,7 +143,7 @@ def attach(
     wanted = Wanted(
         model_dir,
         build_config(model_dir, layout=layout, dtype=dtype, quantization=quantization, **parallel.model_dump()),
-        want,
+        options.checked_want(want),
         options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),
@@ -210,21 +210,24 @@ def _granted(
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
     where = terms.where
     mapped = import_grant(grant, fds, fingerprint=wanted.config.fingerprint, where=where)
+    lease: Lease | None = None
     try:
         wanted.require_granted(grant, where)
         provenance.compare(mine, grant.provenance, where=where)
         lease = terms.lease(channel, grant)
+        return WeightSet(
+            mapped.manifest,
+            mapped.segments,
+            source="daemon",
+            version=grant.version,
+            receipts_version=grant.receipts_version,
+            lease=lease,
+        )
     except BaseException:
+        if lease is not None:
+            lease.close()  # a watcher that nobody can close would have the lease again and again
         mapped.close()
         raise
-    return WeightSet(
-        mapped.manifest,
-        mapped.segments,
-        source="daemon",
-        version=grant.version,
-        receipts_version=grant.receipts_version,
-        lease=lease,
-    )
 
 
 def _where_absent(wanted: Wanted, place: Place, mode: Mode, progress: Progress | None) -> WeightSet:

@@ -87,7 +87,7 @@ class Lease:
             forks.in_child(self, Lease._let_go_in_child)
             self._watcher.start()
         except BaseException:
-            self._wake.close()
+            self._wake.end()  # whether or not there is a thread by now
             raise
 
     @property

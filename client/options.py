@@ -10,9 +10,19 @@ from pathlib import Path
 
 from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.text import one_line
 
-_LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
+_LONGEST_TIMEOUT_S = 24 * 24 * 3600.0
+"""About what poll() can wait, whose milliseconds have 32 bits."""
 _LONGEST_HEARTBEAT_S = 24 * 3600.0
+_WANT_MAX_CHARACTERS = 1024
+
+
+def checked_want(want: str) -> str:
+    """What a daemon can be asked for: text that fits a frame."""
+    if not isinstance(want, str) or not 0 < len(want) <= _WANT_MAX_CHARACTERS or not want.isprintable():
+        raise InvalidOption("unusable want", expected="'checkpoint', 'current', or a version", found=repr(want)[:200])
+    return want
 
 
 def checked_digest(digest: str | None, want: str) -> str | None:
@@ -39,8 +49,10 @@ def checked_heartbeat(seconds: float) -> float:
 
 
 def engine_name(stated: str | None) -> str:
-    """What this engine is called in the daemon's list of leases: as ``stated``, else after the program."""
-    return (stated or Path(sys.argv[0] if sys.argv else "").name or "python")[:200]
+    """What this engine is called in the daemon's list of leases: as ``stated``, else after the program, whose file's
+    name may be no text.
+    """
+    return one_line(str(stated or Path(sys.argv[0] if sys.argv else "").name or "python"))[:200]
 
 
 @functools.cache

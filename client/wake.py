@@ -23,9 +23,11 @@ class Ended(Exception):
 class Wake:
     """One thread waits; any thread may :meth:`nudge` it, or :meth:`end` its waiting for good."""
 
+    _fd = -1
+
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
 
     @property
@@ -79,6 +81,11 @@ class Wake:
             fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        """For one that never got as far as a thread that waits."""
+        if self._fd >= 0:
+            self.close()
 
     def let_go_in_child(self) -> None:
         """Close this copy in a forked child, where the lock may be held by a thread that is not there."""

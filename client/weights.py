@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weightcached.client.lease import Lease
 from weightcached.protocol.errors import TransferError, UnsupportedModel
+from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
 from weightcached.protocol.memory import host
 
@@ -106,20 +107,19 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         gigabytes = self.resident_bytes / 1e9
         return f"<WeightSet from {self.source}: {len(self)} names, {gigabytes:.3f} GB, version {self.version}>"
 
-    def verify(self) -> None:
-        """Compare each parameter's bytes as this process sees them with its digest. Reads all of them (several GB/s).
-
-        Raises TransferError naming those that differ. What this process wrote to its private pages shows here.
+    def differing(self) -> list[str]:
+        """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
+        (several GB/s). What this process wrote to its private pages shows here.
         """
-        from xxhash import xxh3_128_digest
+        return differing_rows(self.manifest, self.memory())
 
-        blocks = [segment.view() for segment in self._open()]
-        differing = [
-            row.name
-            for row in self.manifest
-            if xxh3_128_digest(blocks[row.segment][row.offset : row.offset + row.nbytes]) != row.digest
-        ]
-        if differing:
+    def memory(self) -> list[memoryview]:
+        """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
+        return [segment.view().toreadonly() for segment in self._open()]
+
+    def verify(self) -> None:
+        """Raises TransferError naming the parameters that :meth:`differing` finds."""
+        if differing := self.differing():
             raise TransferError(
                 "the bytes of parameters are not those of the manifest's digests",
                 expected=f"{len(self)} parameters as they were loaded",

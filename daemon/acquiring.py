@@ -255,6 +255,8 @@ class Acquiring:
             provenance=provenance,
             trusted_filesystems=options.trusted_filesystems,
             known_digest=lambda receipts: remembered(receipts, options.cache_dir),
+            snapshot=options.snapshot,
+            strategy=options.load_strategy,
         )
 
     async def _origin(self) -> Origin:

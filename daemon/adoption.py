@@ -30,7 +30,7 @@ from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.quantization import Quantization
 
 _FIELDS_SHOWN = 8
-_UNKNOWN_RECEIPTS = CheckpointReceipts("0" * 64, trusted=False, rule="the record of the files' receipts was lost")
+_UNKNOWN_RECEIPTS = CheckpointReceipts.unknown("the record of the files' receipts was lost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ class Whole:
             segments_nbytes=meta.segments_nbytes,
             resident_nbytes=record.resident_nbytes if record is not None else sum(meta.segments_nbytes),
             bytes_read=meta.bytes_read,
+            bytes_kept=meta.bytes_kept,
             accounting=record.accounting if record is not None else _NOT_COUNTED,
             receipts=self.receipts,
             receipts_version=meta.receipts_version,

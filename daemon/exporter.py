@@ -21,13 +21,13 @@ from weightcached.daemon import log as logs
 from weightcached.daemon.address import Address
 from weightcached.daemon.http import HttpServer
 from weightcached.daemon.mapped import unexplained
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.pages import Snapshot
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.seen import Seen, collect
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
 _CANNOT_START_EXIT = 1
@@ -94,12 +94,16 @@ def main(argv: list[str]) -> int:
         description="Serve /metrics, /healthz, /readyz and /status.json for every daemon of a runtime directory.",
         epilog="exit codes: 0 stopped by a signal; 1 the address cannot be had; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ALL)
     parser.add_argument("--listen", default="127.0.0.1:9410", metavar="IP:PORT", help="default: 127.0.0.1:9410")
     parser.add_argument("--allow-remote", action="store_true", help="let other hosts reach that address")
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="for each daemon's answer (default: 2)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=2.0, metavar="S", help="for each daemon's answer (default: 2)"
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
     given = parser.parse_args(argv)
     try:
         address = Address.parse(

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
+from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
 
 _HASH_PIECE_BYTES = 256 * 1024
+_UNKNOWN = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class CheckpointReceipts:
     trusted: bool
     rule: str
     """Why they are trusted or not."""
+
+    @classmethod
+    def unknown(cls, rule: str) -> CheckpointReceipts:
+        """Stands where nothing is known of the files, and proves nothing; ``rule`` says why."""
+        return cls(_UNKNOWN, trusted=False, rule=rule)
+
+    @property
+    def known(self) -> bool:
+        return self.sha256 != _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,17 @@ class Origin:
 
     @classmethod
     def of(cls, path: str, *, hub_id: str | None = None) -> Origin:
-        return cls(os.path.abspath(path), hub_id)
+        """Raises InvalidOption for a path that is no text: neither the worker nor the state record can be told it."""
+        absolute = os.path.abspath(path)
+        try:
+            absolute.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidOption(
+                "the checkpoint's path is not UTF-8 in this process's locale",
+                found=ascii(absolute),
+                next_step="name a link to it that is, or set a UTF-8 locale if it is one",
+            ) from error
+        return cls(absolute, hub_id)
 
     def is_what(self, model: str) -> bool:
         """Whether ``model``, an option's value, names the same: by words alone, since files may have vanished."""
@@ -72,6 +93,7 @@ class Generation:
     segments_nbytes: tuple[int, ...]
     resident_nbytes: int
     bytes_read: int
+    bytes_kept: int
     accounting: AccountingCounts
     receipts: CheckpointReceipts
     receipts_version: str

@@ -8,7 +8,6 @@ Exit codes: 0 installed · 1 could not be written, or the executable or systemd 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from weightcached.daemon.text import one_line
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, whole_number
 from weightcached.protocol.errors import DeploymentError, InvalidOption, WeightCacheError
 
 SHIPPED_EXECUTABLE = "/usr/bin/weightcached"
@@ -168,7 +167,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="an image's root (default: /)")
     parser.add_argument("--executable", type=Path, metavar="PATH", help="what units start (default: this weightcached)")
     parser.add_argument(
-        "--systemd-version", type=_version, metavar="N", help="the systemd to install for (default: this machine's)"
+        "--systemd-version",
+        type=whole_number(1),
+        metavar="N",
+        help="the systemd to install for (default: this machine's)",
     )
     given = parser.parse_args(argv)
     executable = given.executable or installed_executable()
@@ -191,10 +193,3 @@ def main(argv: list[str]) -> int:
 def _require_root(root: Path) -> None:
     if not root.is_absolute() or not root.is_dir():
         raise InvalidOption("--root is not a directory", expected="an absolute path of one", found=str(root))
-
-
-def _version(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("a version such as 252 is expected")
-    return value

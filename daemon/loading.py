@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
@@ -24,7 +25,7 @@ from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
-from weightcached.protocol.errors import ProtocolError, TransferError, WeightCacheError, WorkerDied
+from weightcached.protocol.errors import ProtocolError, SnapshotMismatch, TransferError, WeightCacheError, WorkerDied
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
@@ -36,6 +37,7 @@ from weightcached.protocol.worker_messages import (
     Done,
     Failed,
     Job,
+    LoadStrategy,
     Memory,
     Planned,
     Progress,
@@ -66,6 +68,9 @@ class LoadRequest:
     trusted_filesystems: tuple[str, ...]
     known_digest: Callable[[CheckpointReceipts], str | None]
     """The content digest that was remembered for these receipts."""
+    snapshot: Path | None = None
+    """Load this rank's part of the snapshot in this directory, instead of the weights of the checkpoint."""
+    strategy: LoadStrategy = "auto"
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -84,6 +89,8 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 generation=generation_id,
                 keeper_pid=os.getpid(),
                 trusted_filesystems=request.trusted_filesystems,
+                snapshot=None if request.snapshot is None else os.fspath(request.snapshot),
+                strategy=request.strategy,
             )
         )
         planned, none = await worker.receive(progress)
@@ -102,13 +109,14 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 "receipts_rule": planned.receipts_rule,
             },
         )
-        receipts = _receipts(planned)
-        digest = request.known_digest(receipts)
+        receipts, digest = _content(planned, request)
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
                 memory.append(host.allocate(nbytes, name=names.segment_name(generation_id, number)))
             rankless = request.config.rankless_fingerprint
-            receipts_version = version_of(rankless, digest=None, receipts=receipts.sha256)
+            # Where no file was seen, ranks have the digest to compare from the start.
+            stands_in = None if receipts.known else digest
+            receipts_version = version_of(rankless, digest=stands_in, receipts=receipts.sha256)
             await worker.send(
                 Memory(
                     version=version_of(rankless, digest=digest, receipts=receipts.sha256),
@@ -135,6 +143,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                     segments_nbytes=planned.segments_nbytes,
                     resident_nbytes=done.resident_nbytes,
                     bytes_read=done.bytes_read,
+                    bytes_kept=done.bytes_kept,
                     accounting=planned.accounting,
                     receipts=receipts,
                     receipts_version=receipts_version,
@@ -149,8 +158,35 @@ def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
     return ProtocolError("the worker spoke out of turn", expected=expected, found=type(message).__name__)
 
 
+def _content(planned: Planned, request: LoadRequest) -> tuple[CheckpointReceipts, str | None]:
+    """Receipts of the files that the weights come from, and their digest where it is known already.
+
+    A snapshot says which content it was made from, and nothing is read to check that. Where the checkpoint is there to
+    be seen and was digested before, it has to be the same: SnapshotMismatch. Then its receipts prove what is loaded.
+    """
+    receipts = _receipts(planned)
+    remembered = request.known_digest(receipts)
+    if planned.digest is None:
+        return receipts, remembered
+    if remembered is None:
+        return CheckpointReceipts.unknown(
+            "the weights come from a snapshot, which only a digest can prove"
+        ), planned.digest
+    if remembered != planned.digest:
+        raise SnapshotMismatch(
+            "the snapshot was made from another checkpoint than the one that is there now",
+            expected=f"content digest {remembered}",
+            found=f"content digest {planned.digest}",
+            where=request.origin.model_dir,
+            next_step="make the snapshot again with `weightcached snapshot save`, or load without --snapshot",
+        )
+    return receipts, planned.digest
+
+
 def _receipts(planned: Planned) -> CheckpointReceipts:
     """Receipts of files written a moment ago prove nothing: the next edit might leave the same times."""
+    if planned.receipts is None:
+        return CheckpointReceipts.unknown("no weight files were there to be seen")
     if planned.receipts_trusted and planned.receipts_young:
         rule = "the files were written less than two seconds before they were read"
         return CheckpointReceipts(planned.receipts, trusted=False, rule=rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weightcached.daemon.options import positive
+from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.places import DEFAULT_NAME, Place
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
@@ -15,8 +15,8 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """A size and a rank of each kind; none of them has a default."""
     group = parser.add_argument_group("ranks")
     for kind, called in KINDS.items():
-        group.add_argument(f"--{kind}-size", type=positive, metavar="N", help=f"of this model's {called} ranks")
-        group.add_argument(f"--{kind}-rank", type=int, metavar="R", help=f"this {called} rank only")
+        group.add_argument(f"--{kind}-size", type=whole_number(1), metavar="N", help=f"of this model's {called} ranks")
+        group.add_argument(f"--{kind}-rank", type=whole_number(0), metavar="R", help=f"this {called} rank only")
 
 
 def named_places(given: argparse.Namespace, runtime_dir: Path) -> list[Place] | None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, group_id, quantization, user_id
-from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
+from weightcached.protocol.command_line import Parser, positive_seconds, whole_number
+from weightcached.protocol.config import Parallel
+from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
-from weightcached.protocol.quantization import SPELLINGS
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
+from weightcached.protocol.shard_options import add_shard_arguments, sizes
+from weightcached.protocol.worker_messages import LoadStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class ServeOptions:
     place: Place
     allowed: AllowList
     cache_dir: Path | None
+    snapshot: Path | None
+    load_strategy: LoadStrategy
     trusted_filesystems: tuple[str, ...]
     drain_timeout_s: float
     exchange_timeout_s: float
@@ -48,46 +54,29 @@ class ServeOptions:
     parent_pid: int | None
 
 
-def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--runtime-dir``, ``--name`` and whom to trust: the options that every command about a place has."""
-    group = parser.add_argument_group("place")
-    group.add_argument(
-        "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
-    )
-    group.add_argument("--name", help=f"tells several daemons of a directory apart (default: {DEFAULT_NAME})")
-    group.add_argument(
-        "--allow-uid", metavar="USER", type=user_id, action="append", default=[], help="trust this user (repeatable)"
-    )
-    group.add_argument(
-        "--allow-gid", metavar="GROUP", type=group_id, action="append", default=[], help="and this group (repeatable)"
-    )
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What to load, and how; everything but the rank."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
-    for kind, called in KINDS.items():
-        group.add_argument(f"--{kind}-size", type=positive, default=1, metavar="N", help=f"{called} ranks (default: 1)")
-    group.add_argument(
-        "--expert-placement",
-        choices=("linear", "round_robin"),
-        default="linear",
-        help="of experts on expert-parallel ranks (default: linear)",
-    )
-    group.add_argument("--layout", choices=tuple(LAYOUT_REVISIONS), default="hf", help="default: hf")
-    group.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="default: as on disk"
-    )
-    group.add_argument(
-        "--quantization",
-        type=quantization,
-        default="none",
-        metavar="METHOD",
-        help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
-    )
+    add_shard_arguments(group)
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
-    group.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
+    group.add_argument(
+        "--snapshot",
+        metavar="DIR",
+        help="load what `weightcached snapshot save` wrote there; of the model only config.json has to be there",
+    )
+    group.add_argument(
+        "--load-strategy",
+        choices=get_args(LoadStrategy),
+        default="auto",
+        help="how files are read: through the page cache (read), the same for files far away (prefetch), past it\n"
+        "(direct), or from a mapping (mmap); the log says what auto has chosen, and why (default: auto)",
+    )
+    group.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where content digests are remembered (default: as `weightcached digest --help` says)",
+    )
     group.add_argument(
         "--trust-filesystem",
         metavar="TYPE",
@@ -101,21 +90,29 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """Limits and logs of a daemon. At its limits, used by hostile clients, a keeper still fits into 64 MiB."""
     group = parser.add_argument_group("running")
     group.add_argument(
-        "--drain-timeout", type=_seconds, default=10.0, metavar="S", help="for exchanges under way at SIGTERM"
+        "--drain-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for exchanges under way at SIGTERM (default: 10)",
     )
     group.add_argument(
-        "--exchange-timeout", type=_seconds, default=10.0, metavar="S", help="for one request, and for one reply"
+        "--exchange-timeout",
+        type=positive_seconds,
+        default=10.0,
+        metavar="S",
+        help="for one request, and for one reply (default: 10)",
     )
-    group.add_argument("--connections-max", type=positive, default=2048, metavar="N", help="default: 2048")
+    group.add_argument("--connections-max", type=whole_number(1), default=2048, metavar="N", help="default: 2048")
     group.add_argument(
-        "--connections-per-uid-max", type=positive, default=512, metavar="N", help="for one user (default: 512)"
+        "--connections-per-uid-max", type=whole_number(1), default=512, metavar="N", help="for one user (default: 512)"
     )
     group.add_argument(
-        "--leases-per-uid-max", type=positive, default=500, metavar="N", help="for one user (default: 500)"
+        "--leases-per-uid-max", type=whole_number(1), default=500, metavar="N", help="for one user (default: 500)"
     )
     group.add_argument(
         "--in-flight-max",
-        type=positive,
+        type=whole_number(1),
         default=8,
         metavar="MIB",
         help="frames half received or half sent, in all; half of it for one user (default: 8)",
@@ -134,7 +131,9 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-allow-remote", action="store_true", help="let that address be one that other hosts can reach"
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
 
 
 def parse_serve(argv: list[str]) -> ServeOptions:
@@ -150,14 +149,16 @@ def parse_serve(argv: list[str]) -> ServeOptions:
         parser.add_argument(
             f"--{kind}-rank", type=int, metavar="R", help=f"this daemon's rank; required when --{kind}-size is over 1"
         )
-    parser.add_argument("--parent-pid", type=positive, help=argparse.SUPPRESS)  # `up`: die with that process
-    add_place_arguments(parser)
+    parser.add_argument("--parent-pid", type=whole_number(1), help=argparse.SUPPRESS)  # `up`: die with that process
+    add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     return serve_options(parser.parse_args(argv))
 
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
     """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
+    if not given.model:
+        raise InvalidOption("--model is empty", expected="a checkpoint directory, or a hub id", found="no text")
     ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
     parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
     return ServeOptions(
@@ -173,6 +174,8 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,
+        snapshot=Path(given.snapshot).absolute() if given.snapshot is not None else None,
+        load_strategy=given.load_strategy,
         trusted_filesystems=tuple(map(checked_name, given.trust_filesystem)),
         drain_timeout_s=given.drain_timeout,
         exchange_timeout_s=given.exchange_timeout,
@@ -188,16 +191,6 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
     )
 
 
-def sizes(given: argparse.Namespace) -> dict[str, int]:
-    """How many ranks there are of each kind."""
-    return {kind: getattr(given, f"{kind}_size") for kind in KINDS}
-
-
-def allow_list(given: argparse.Namespace) -> AllowList:
-    """Who is trusted beside root and ourselves."""
-    return AllowList(frozenset(given.allow_uid), frozenset(given.allow_gid))
-
-
 def metrics_address(given: argparse.Namespace) -> Address | None:
     """Where to serve metrics; ``None`` for nowhere. Raises InvalidOption."""
     if given.metrics_address is None:
@@ -208,17 +201,3 @@ def metrics_address(given: argparse.Namespace) -> Address | None:
         remote_option="--metrics-allow-remote",
         allow_remote=given.metrics_allow_remote,
     )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError("seconds, over 0 and at most 86400, are expected")
-    return value

@@ -19,9 +19,8 @@ from pathlib import Path
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
 from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.text import binary_size, one_line
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -32,6 +31,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.messages import Release, Released
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.02
@@ -113,12 +113,12 @@ def main(argv: list[str]) -> int:
         "directory (with --name: of that name). Daemons end; engines keep what they have mapped.",
         epilog="exit codes: 0 given up, or nothing was there; 1 something could not be given up; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_SOME)
     add_rank_arguments(parser)
     parser.add_argument(
         "--quarantined", action="store_true", help="only what is kept and not served; daemons go on serving"
     )
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="for each place (default: 30)")
+    parser.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="for each place (default: 30)")
     given = parser.parse_args(argv)
     try:
         runtime_dir = runtime_directory(given.runtime_dir)

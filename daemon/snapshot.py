@@ -54,6 +54,8 @@ def report(record: Record) -> Report:
         uptime_s=time.monotonic() - record.started_s,
         load_seconds=loaded.seconds if loaded is not None else {},
         bytes_read=loaded.bytes_read if loaded is not None else 0,
+        bytes_kept=generation.bytes_kept if generation is not None else 0,
+        accounting=generation.accounting if generation is not None else None,
         attaches=dict(record.attaches),
         vault=keeping.state,
         vault_reason=shortened(keeping.reason) if keeping.reason is not None else None,

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from weightcached.daemon.leases import DETACHED_AFTER_S
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size, duration, one_line, table
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import LeaseInfo, Report
+from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
 _LEASES_SHOWN = 20
@@ -113,9 +113,11 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 all are ready; 1 some are not ready yet; 2 some failed, are stopping, or do not answer;\n"
         "3 there are none; 64 bad options",
     )
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ALL)
     parser.add_argument("--json", action="store_true", help="everything that is known, as one JSON document")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="for each daemon's answer (default: 5)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=5.0, metavar="S", help="for each daemon's answer (default: 5)"
+    )
     given = parser.parse_args(argv)
     try:
         runtime_dir = runtime_directory(given.runtime_dir)

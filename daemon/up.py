@@ -19,19 +19,14 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.address import Address
-from weightcached.daemon.options import (
-    add_model_arguments,
-    add_place_arguments,
-    add_running_arguments,
-    metrics_address,
-    serve_options,
-    sizes,
-)
+from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.processes import python_command
 from weightcached.protocol.ranks import every_rank, ranks_of
+from weightcached.protocol.shard_options import sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -40,14 +35,15 @@ def main(argv: list[str]) -> int:
     """Run all ranks until a signal; 0 when every rank then stopped cleanly, 1 otherwise."""
     parser = Parser(
         prog="weightcached up",
-        description="Serve all ranks of a model on this host, in the foreground, until SIGTERM or Ctrl-C. Takes the\n"
-        "options of `weightcached serve`, but the ranks. They are numbered: stage by stage, and in each the\n"
-        "tensor-parallel or expert-parallel ranks. Rank 0 serves metrics at --metrics-address, each other one at the\n"
-        "port that is its number further.",
-        epilog="exit codes: 0 all ranks stopped as they were told; 1 a rank ended by itself or badly; 64 bad options",
+        description="Serve all ranks of a model on this host, in the foreground, until SIGTERM or Ctrl-C. Each is\n"
+        "supervised: one that dies is started again, with its weights. Takes the options of `weightcached serve`, but\n"
+        "the ranks. They are numbered: stage by stage, and in each the tensor-parallel or expert-parallel ranks.\n"
+        "Rank N serves metrics at the port of --metrics-address plus N.",
+        epilog="exit codes: 0 all ranks stopped by a signal to this command; 1 a rank ended otherwise (by\n"
+        "`release`, too) or badly, which stops the others; 64 bad options",
     )
     add_model_arguments(parser)
-    add_place_arguments(parser)
+    add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
     given = parser.parse_args(argv)
     try:

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
 from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.options import add_place_arguments, allow_list
 from weightcached.daemon.states import State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -30,6 +29,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.protocol.places import Place, places_in, runtime_directory
 
 PAUSE_S = 0.1
@@ -105,11 +105,12 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="weightcached wait",
         description="Return when every place is ready: those of the ranks that are named, started or\n"
-        "not, or else all that have a socket, and at least one.",
+        "not, or else all that have a socket, and at least one. Name the sizes where several ranks\n"
+        "are only just being started.",
         epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
     )
-    parser.add_argument("--timeout", type=float, required=True, metavar="S", help="how long to wait at most")
-    add_place_arguments(parser)
+    parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
+    add_place_arguments(parser, name=NAME_OF_SOME)
     add_rank_arguments(parser)
     given = parser.parse_args(argv)
     try:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from weightcached.loader.access import accessing, look
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
@@ -34,17 +35,11 @@ from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
 from weightcached.loader.strategy import choose
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.memory.admission import rooms
 from weightcached.protocol.memory.large_pages import LargePages
+from weightcached.protocol.worker_messages import LoadStrategy
 
 log = logging.getLogger(__name__)
-
-THREADS = max(2, min(4, len(os.sched_getaffinity(0))))
-"""Two at least: one works while the other waits for the disk. More of them wait for each other at the interpreter's
-lock and at the kernel's allocator of pages.
-"""
-
-AHEAD_NBYTES = 32 << 20
-"""How far ahead of reading the page cache is asked to be filled."""
 
 PROGRESS_EVERY_S = 0.1
 
@@ -79,22 +74,25 @@ def execute(
     files: Mapping[str, int],
     segment: int,
     *,
-    threads: int = THREADS,
+    strategy: LoadStrategy = "auto",
+    threads: int | None = None,
     slab_nbytes: int = SLAB_NBYTES,
     progress: Progress | None = None,
 ) -> Executed:
     """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
 
-    Padding is written as zeros, whatever was there. Blocks until all is written; on failure until every thread has
-    stopped. Raises TruncatedFile or CheckpointError (unreadable, or not finite where it must be) naming file and
-    tensor, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
+    ``threads``: by default, as many as the strategy needs. Padding is written as zeros, whatever was there. Blocks
+    until all is written; on failure until every thread has stopped. Raises TruncatedFile or CheckpointError
+    (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files cannot be read
+    as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
     """
-    sizes = {name: os.fstat(fd).st_size for name, fd in files.items()}
-    strategy = choose([placed.parameter for placed in placement.placed], sizes)
-    log.info("load strategy: %s", strategy.reason)
-    with LargePages(segment, nbytes=placement.segment_nbytes) as pages:
-        team = _Team(placement, Reader(files, strategy.exact), segment, pages, slab_nbytes, progress)
-        team.run(threads)
+    parameters = [placed.parameter for placed in placement.placed]
+    free_nbytes = min(room.free_nbytes for room in rooms())
+    chosen = choose(parameters, look(files), free_nbytes=free_nbytes, asked=strategy)
+    log.info("load strategy: %s", chosen.reason)
+    with accessing(files, chosen) as access, LargePages(segment, nbytes=placement.segment_nbytes) as pages:
+        team = _Team(placement, Reader(access), segment, pages, slab_nbytes, chosen.ahead_nbytes, progress)
+        team.run(threads or chosen.threads)
     log.info("large pages: %s", pages)
     return team.executed()
 
@@ -121,6 +119,7 @@ class _Team:
         segment: int,
         pages: LargePages,
         slab_nbytes: int,
+        ahead_nbytes: int,
         progress: Progress | None,
     ) -> None:
         self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
@@ -128,6 +127,7 @@ class _Team:
         self._segment = segment
         self._pages = pages
         self._slab_nbytes = slab_nbytes
+        self._ahead_nbytes = ahead_nbytes
         self._pending: Iterator[Slab] = staggered(
             itertools.chain.from_iterable(
                 slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
@@ -235,7 +235,7 @@ class _Team:
         with self._lock:
             if self._failure is not None:
                 return None
-            while self._expected_nbytes < AHEAD_NBYTES and (slab := next(self._pending, None)) is not None:
+            while self._expected_nbytes < self._ahead_nbytes and (slab := next(self._pending, None)) is not None:
                 self._expected.append(slab)
                 self._expected_nbytes += slab.source_nbytes
                 fresh.append(slab)

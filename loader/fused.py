@@ -7,15 +7,18 @@ Pure. A table says what is wanted; here it meets the headers: names are accounte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures import ARCHITECTURES, HOW_TO_ADD
 from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
 from weightcached.loader.architectures.table import Architecture
 from weightcached.loader.planned import Cast, Copy, PlannedParameter, Quantize, TensorHeader
 from weightcached.loader.quantizers import quantizer
+from weightcached.loader.schemes import beside, method_of, quantized
+from weightcached.loader.schemes.linear import Method, Quantized
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
@@ -34,7 +37,7 @@ def fused_parameters(
 
     Raises UnsupportedModel, ModelConfigError, MissingTensor, UnexpectedTensor or ShapeMismatch.
     """
-    architecture = _architecture(config)
+    architecture = _architecture(config).spelled_in(tensors.keys())
     model = architecture.shape_of(config.model)
     _require_possible_depth(architecture, model, tensors)
     rank = Rank.of(config.parallel)
@@ -46,9 +49,11 @@ def fused_parameters(
             next_step="leave out the options of expert parallelism",
         )
     wanted = _wanted(architecture, model, rank, config)
-    accounting = _account(architecture, model, rank, wanted, tensors)
+    method = _method(config)
+    made = Quantized(tuple(wanted)) if method is None else quantized(wanted, method, tensors.keys())
+    accounting = _account(architecture, model, rank, made, tensors, is_quantized=method is not None)
     parameters: dict[str, PlannedParameter] = {}
-    for one in wanted:
+    for one in made.parameters:
         _plan_one(one, tensors, config, parameters)
     return tuple(parameters.values()), accounting
 
@@ -60,12 +65,7 @@ def _architecture(config: CacheConfig) -> Architecture:
             f"layout 'fused' has no table for architecture {config.architecture}",
             expected=", ".join(sorted(ARCHITECTURES)),
             found=config.architecture,
-            next_step="--layout hf serves any architecture as it is on disk, at TP size 1",
-        )
-    if config.model.get("quantization_config") is not None:
-        raise UnsupportedModel(
-            "the checkpoint is quantized (config.json has quantization_config); layout 'fused' takes plain ones only",
-            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
+            next_step=f"--layout hf serves any architecture as it is on disk, at TP size 1; {HOW_TO_ADD}",
         )
     return table
 
@@ -99,12 +99,34 @@ def _wanted(architecture: Architecture, model: ModelShape, rank: Rank, config: C
         ) from None
 
 
+def _method(config: CacheConfig) -> Method | None:
+    """The checkpoint's own quantization, which is the only one then."""
+    method = method_of(config.model)
+    if method is not None and config.quantization.method != "none":
+        raise UnsupportedModel(
+            "the checkpoint is quantized already",
+            expected="--quantization none",
+            found=f"--quantization {config.quantization.method}, and quantization_config in config.json",
+            next_step="start without --quantization, or name the unquantized checkpoint",
+        )
+    return method
+
+
 def _account(
-    architecture: Architecture, model: ModelShape, rank: Rank, wanted: list[Wanted], tensors: Mapping[str, TensorHeader]
+    architecture: Architecture,
+    model: ModelShape,
+    rank: Rank,
+    made: Quantized,
+    tensors: Mapping[str, TensorHeader],
+    *,
+    is_quantized: bool,
 ) -> Accounting:
-    expected = {part.source for one in wanted for part in one.parts}
-    ignored = {name: OTHER_EXPERTS for one in wanted for name in one.elsewhere}
+    expected = {part.source for one in made.parameters for part in one.parts}
+    ignored = {name: OTHER_EXPERTS for one in made.parameters for name in one.elsewhere}
     ignored |= dict.fromkeys(architecture.other_stages(model, rank), OTHER_STAGE)
+    if is_quantized:
+        ignored |= beside(ignored, tensors.keys() - expected)
+    ignored |= made.excuses
     ignored |= architecture.excuses(tensors.keys() - expected - ignored.keys(), model)
     accounting = account(expected=expected, present=tensors, ignored=ignored)
     if not accounting.balanced:
@@ -121,8 +143,8 @@ def _files(accounting: Accounting, tensors: Mapping[str, TensorHeader]) -> str |
 def _layer_hint(architecture: Architecture, model: ModelShape, tensors: Mapping[str, TensorHeader]) -> str | None:
     """What to look at when the files have another number of layers than ``config.json`` says."""
     for block in architecture.blocks():
-        depth = len(block.prefix.split("."))
-        components = (name.split(".")[depth] for name in tensors if name.startswith(f"{block.prefix}."))
+        prefix = architecture.on_disk(f"{block.prefix}.")
+        components = (name[len(prefix) :].split(".", 1)[0] for name in tensors if name.startswith(prefix))
         indices = (int(text) for text in components if text.isdecimal() and len(text) < 10)
         stated, there = model.size(block.count), max(indices, default=-1) + 1
         if stated != there:
@@ -157,7 +179,7 @@ def _plan_one(
         for planned in _quantized(wanted, source, copies, quantize):
             parameters[planned.name] = planned
         return
-    cast = Cast(dtype) if copies and dtype != source else None
+    cast = Cast(dtype, wanted.finite) if copies and (dtype != source or wanted.finite) else None
     parameters[name] = PlannedParameter(
         name, shape, dtype, source if copies else None, copies, wanted.zeros, cast, part_kind=part_kind
     )
@@ -175,20 +197,23 @@ def _quantized(wanted: Wanted, source: str, copies: tuple[Copy, ...], quantize: 
 
 def _header(part: Part, tensors: Mapping[str, TensorHeader]) -> TensorHeader:
     header = tensors[part.source]
-    if header.shape != part.shape:
-        raise ShapeMismatch(
-            f"{header.name} does not have the shape that config.json implies",
-            expected=list(part.shape),
-            found=list(header.shape),
-            where=header.file,
-            next_step="see that config.json and the weights belong to one model",
-        )
-    return header
+    if header.shape == part.shape:
+        return header
+    if header.shape in part.same_as:
+        return replace(header, shape=part.shape)
+    raise ShapeMismatch(
+        f"{header.name} does not have the shape that config.json implies",
+        expected=list(part.shape) if not part.same_as else [list(shape) for shape in (part.shape, *part.same_as)],
+        found=list(header.shape),
+        where=header.file,
+        next_step="see that config.json and the weights belong to one model",
+    )
 
 
 def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
+    """The dtype of all headers. Raises UnsupportedModel unless it is one, and what the parameter can be made of."""
     dtype = headers[0].dtype
-    if any(header.dtype != dtype for header in headers):
+    if any(header.dtype != dtype for header in headers[1:]):
         raise UnsupportedModel(
             f"the parts of {wanted.name} have different dtypes",
             expected="one dtype",
@@ -196,12 +221,18 @@ def _common_dtype(wanted: Wanted, headers: list[TensorHeader]) -> str:
             where=", ".join(sorted({header.file for header in headers})),
             next_step="use --layout hf at TP size 1, or convert the checkpoint",
         )
-    if not DTYPES[dtype].castable:
+    is_plain = wanted.dtype is None or DTYPES[wanted.dtype].castable
+    if not (DTYPES[dtype].castable if is_plain else dtype == wanted.dtype):
+        if is_plain:
+            what = "floating point, as config.json says it is no quantized weight"
+            expected: str | None = ", ".join(name for name, row in DTYPES.items() if row.castable)
+        else:
+            what, expected = "what config.json's quantization_config says", wanted.dtype
         raise UnsupportedModel(
-            f"{headers[0].name} is {dtype}: layout 'fused' takes unquantized floating-point weights only",
-            expected=", ".join(name for name, row in DTYPES.items() if row.castable),
+            f"{headers[0].name} is {dtype}, not {what}",
+            expected=expected,
             found=dtype,
             where=headers[0].file,
-            next_step="name the unquantized checkpoint, or use --layout hf at TP size 1",
+            next_step="see that config.json and the weights belong together, or use --layout hf at TP size 1",
         )
     return dtype

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from weightcached.loader.collector import collector_paused
 from weightcached.loader.planned import TensorHeader
-from weightcached.protocol.dtypes import dtype_of_code
+from weightcached.protocol.dtypes import DTYPES_BY_CODE, dtype_of_code
 from weightcached.protocol.errors import (
     DuplicateTensor,
     HeaderError,
@@ -147,12 +147,14 @@ def _tensor(name: str, entry: object, file: str, data_start: int) -> TensorHeade
     if not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
         expected = f"at most {_DIMENSIONS_MAX} integers from 0"
         raise _bad(name, file, "its shape is impossible", expected=expected, found=shape)
-    if math.prod(extent or 1 for extent in shape) >= _INTEGER_LIMIT:  # a zero would hide what no stride can count
+    elements = math.prod(shape)
+    # A zero would hide what no stride can count.
+    if (elements or math.prod([extent or 1 for extent in shape])) >= _INTEGER_LIMIT:
         raise _bad(name, file, "its shape is impossible", expected="elements that can be counted", found=shape)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(name, file, "its offsets are impossible", expected="[begin, end], 0 ≤ begin ≤ end", found=offsets)
-    dtype = dtype_of_code(code, where=f"{file}, tensor {shown(name)}")
-    nbytes = math.prod(shape) * dtype.itemsize_bytes
+    dtype = DTYPES_BY_CODE.get(code) or dtype_of_code(code, where=f"{file}, tensor {shown(name)}")
+    nbytes = elements * dtype.itemsize_bytes
     if offsets[1] - offsets[0] != nbytes:
         raise _bad(
             name,
@@ -168,7 +170,10 @@ def _are_sizes(values: object) -> bool:
     """Whether this is a JSON array of integers that fit in 63 bits (``true`` is none)."""
     if type(values) is not list:
         return False
-    return all(type(value) is int and 0 <= value < _INTEGER_LIMIT for value in values)
+    for value in values:  # noqa: SIM110 - a generator would cost as much again
+        if type(value) is not int or not 0 <= value < _INTEGER_LIMIT:
+            return False
+    return True
 
 
 def _require_filled(tensors: list[TensorHeader], file: str, data_start: int, file_nbytes: int) -> None:

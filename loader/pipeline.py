@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from weightcached.loader.checkpoint import Checkpoint
-from weightcached.loader.execute import THREADS, Executed, Progress, Traffic, execute
+from weightcached.loader.collector import collector_paused
+from weightcached.loader.execute import Executed, Progress, Traffic, execute
 from weightcached.loader.layout import Placed, Placement, place
 from weightcached.loader.plan import make_plan
 from weightcached.loader.planned import LoadPlan, PartKind
@@ -21,6 +22,7 @@ from weightcached.loader.reading import requested_nbytes
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import take_receipts
 from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, contiguous_stride, encode_manifest
+from weightcached.protocol.worker_messages import LoadStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,9 @@ class Loaded:
 
 def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
     """Plan and place. Reads nothing but what ``checkpoint`` already holds. Raises what ``make_plan`` raises."""
-    plan = make_plan(checkpoint.tensors, checkpoint.config, config)
-    return Prepared(plan, place(plan), requested_nbytes(plan))
+    with collector_paused():
+        plan = make_plan(checkpoint.tensors, checkpoint.config, config)
+        return Prepared(plan, place(plan), requested_nbytes(plan))
 
 
 def load(
@@ -77,7 +80,7 @@ def load(
     *,
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
-    threads: int = THREADS,
+    strategy: LoadStrategy = "auto",
 ) -> Loaded:
     """Fill ``segment``, a writable descriptor of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
 
@@ -87,7 +90,7 @@ def load(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "load"):
-        executed = execute(prepared.placement, checkpoint.files, segment, threads=threads, progress=progress)
+        executed = execute(prepared.placement, checkpoint.files, segment, strategy=strategy, progress=progress)
     with _timed(seconds, "verify"):
         checkpoint.receipts.require_same(take_receipts(checkpoint.files, also_trusted=also_trusted))
     rows = tuple(_row(placed, executed) for placed in prepared.placement.placed)

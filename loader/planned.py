@@ -52,6 +52,8 @@ class Cast:
     """Convert elements to ``dtype``, to nearest even."""
 
     dtype: str
+    finite: bool = False
+    """Refuse what is not finite then: scales."""
 
 
 @dataclass(frozen=True, slots=True)

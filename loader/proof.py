@@ -6,6 +6,7 @@ mixes dtypes ends here as a PlanError, which is a bug of this project, not of th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -37,12 +38,16 @@ def _fault(parameter: PlannedParameter, by_name: Mapping[str, PlannedParameter])
     return (
         _dtype_fault(parameter)
         or _quantization_fault(parameter, by_name)
-        or coverage_fault(parameter.source_shape, _written(parameter))
+        or _coverage_fault(parameter.source_shape, _written(parameter))
     )
 
 
-def _written(parameter: PlannedParameter) -> list[Box]:
-    return [copy.destination for copy in parameter.copies] + list(parameter.zeros)
+_coverage_fault = functools.lru_cache(maxsize=1024)(coverage_fault)
+"""Layers repeat the same boxes: each shape and its boxes are looked at once."""
+
+
+def _written(parameter: PlannedParameter) -> tuple[Box, ...]:
+    return (*(copy.destination for copy in parameter.copies), *parameter.zeros)
 
 
 def _copy_fault(copy: Copy, parameter: PlannedParameter) -> str | None:

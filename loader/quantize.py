@@ -16,7 +16,7 @@ from weightcached.loader import arithmetic
 from weightcached.loader.planned import Cast, PlannedParameter, Quantize
 from weightcached.loader.slabs import Slab
 from weightcached.protocol.dtypes import itemsize_bytes
-from weightcached.protocol.errors import CheckpointError
+from weightcached.protocol.errors import UnusableValue
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Transforms:
         """What the slab's ``source`` bytes become; the parameter itself first. Of what is not in place, the first is
         valid until ``source`` is written again or this is called again.
 
-        ``largest``: of its matrix, where that has been measured. Raises CheckpointError naming the tensor when values
+        ``largest``: of its matrix, where that has been measured. Raises UnusableValue naming the tensor when values
         cannot be quantized.
         """
         parameter = slab.parameter
@@ -62,6 +62,8 @@ class Transforms:
         into = _as_tensor(first.data, parameter.dtype)
         if isinstance(parameter.transform, Cast):
             into.copy_(_as_tensor(source, parameter.source_dtype or parameter.dtype))
+            if parameter.transform.finite and not into.isfinite().all():
+                _refuse_scale(slab, into)
             return (first,)
         values = _values(slab, source)
         made = _quantized(parameter.transform, self._wide(values), into.view(values.shape[0], -1), largest)
@@ -86,7 +88,7 @@ class Transforms:
 
 
 def measure(slab: Slab, source: memoryview) -> float:
-    """The largest value of the slab, by magnitude. Raises CheckpointError naming the tensor when it is not finite."""
+    """The largest value of the slab, by magnitude. Raises UnusableValue naming the tensor when it is not finite."""
     values = _values(slab, source)
     largest = arithmetic.largest(values)
     if not math.isfinite(largest):
@@ -132,22 +134,33 @@ def _refuse(slab: Slab, values: torch.Tensor) -> NoReturn:
     if not bad.any():
         bad = values.abs() == values.abs().max()
         what, found = "values too large for the scales that they would have", f"{float(values[bad][0])!r}"
-    row, column = (int(index) for index in bad.nonzero()[0])
-    row += slab.first // values.shape[-1]
-    raise CheckpointError(
-        f"{_source_of(slab.parameter, row, column)} has {what} and cannot be quantized",
+    element = slab.first + int(bad.flatten().nonzero()[0])
+    raise UnusableValue(
+        f"{_source_of(slab.parameter, element)} has {what} and cannot be quantized",
         expected="finite values",
         found=found,
-        where=f"row {row} of {slab.parameter.name}",
+        where=f"row {element // values.shape[-1]} of {slab.parameter.name}",
         next_step="load it without --quantization, or repair the checkpoint",
     )
 
 
-def _source_of(parameter: PlannedParameter, row: int, column: int) -> str:
-    """The checkpoint tensor that an element (its row counted over all axes but the last) comes from."""
-    index = [column]
-    for extent in reversed(parameter.source_shape[:-1]):
-        row, place = divmod(row, extent)
+def _refuse_scale(slab: Slab, values: torch.Tensor) -> NoReturn:
+    """Say which scale is none."""
+    at = int(values.isfinite().logical_not_().nonzero()[0])
+    raise UnusableValue(
+        f"{_source_of(slab.parameter, slab.first + at)} is a scale and has a value that is not finite",
+        expected="finite values",
+        found=f"{float(values[at])!r} as {slab.parameter.dtype}",
+        where=f"element {slab.first + at} of {slab.parameter.name}",
+        next_step="repair the checkpoint, or quantize it again",
+    )
+
+
+def _source_of(parameter: PlannedParameter, element: int) -> str:
+    """The checkpoint tensor that an element comes from."""
+    index = []
+    for extent in reversed(parameter.source_shape):
+        element, place = divmod(element, extent)
         index.append(place)
     index.reverse()
     for copy in parameter.copies:

@@ -1,17 +1,19 @@
-"""Reading: carries out a slab's reads from open files into a buffer, and tells the kernel what will be read next.
+"""Reading: carries out a slab's reads from files into a buffer, and says what will be read next.
 
-Owns how ranges become system calls, what a failed or short read is called, and the counts of bytes. Opens nothing:
-the checkpoint's descriptors are borrowed. Thread-safe: each thread brings a buffer of its own.
+Owns which ranges are read together, what a failed or short read is called, and the counts of bytes. How a file's bytes
+come here is the :class:`Access`'s that it is given. Thread-safe: each thread brings a buffer of its own.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from weightcached.loader.planned import LoadPlan, PartKind, PlannedParameter
+from weightcached.loader.boxes import Box, Shape, is_contiguous
+from weightcached.loader.planned import Copy, LoadPlan, PartKind, PlannedParameter, TensorHeader
 from weightcached.loader.slabs import Read, Slab, reads_of
+from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import CheckpointError, TruncatedFile
 
 BAND_NBYTES = 128 << 10
@@ -23,37 +25,40 @@ ALONE_NBYTES = 64 << 10
 _GAP_MAX_NBYTES = 512 << 10
 """Over wider gaps even small ranges are read alone."""
 
-_VECTORS_MAX = 1024
+VECTORS_MAX = 1024
 """IOV_MAX: the most buffers one system call fills."""
-
-_NO_ADVICE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE})
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
-class Reader:
-    """Reads slabs from ``files``, a mapping from file name to descriptor that outlives this object."""
+class Access(Protocol):
+    """One way in which bytes of files come into buffers. Thread-safe."""
 
-    def __init__(self, files: Mapping[str, int], exact: Container[str] = ()) -> None:
-        """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of."""
-        self._files = files
-        self._exact = exact
+    def expect(self, file: str, offset: int, nbytes: int) -> None:
+        """These bytes will be read soon. Blocks only while the device's queue is full."""
+        ...
+
+    def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all buffers, at most :data:`VECTORS_MAX`, from ``offset`` of the file, one after the other.
+
+        Raises OSError, or EOFError with the number of bytes that were there when the file ends before.
+        """
+        ...
+
+
+class Reader:
+    """Reads slabs by ``access``, which outlives this object."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
         # Bytes of gaps land here, all in one place that stays in the cache. What is in it is never looked at.
         self._gap = memoryview(bytearray(_GAP_MAX_NBYTES))
-        for name, fd in files.items():
-            _advise(fd, 0, 0, os.POSIX_FADV_RANDOM if name in exact else os.POSIX_FADV_SEQUENTIAL)
 
     def expect(self, slab: Slab) -> None:
-        """The slab will be read soon. Fills the page cache with its ranges of exact files, unless they are there.
-
-        Blocks only while the device's queue is full.
-        """
+        """The slab will be read soon."""
         for read in slab.reads:
-            fd = self._files[read.tensor.file]
-            if read.tensor.file not in self._exact or _is_cached(fd, read.offset + read.span_nbytes - 1):
-                continue
             for offset, nbytes in spans(read):
-                _advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                self._access.expect(read.tensor.file, offset, nbytes)
 
     def fill(self, slab: Slab, buffer: memoryview) -> int:
         """Fill the first ``slab.source_nbytes`` bytes of ``buffer``. Returns the bytes read, gaps included.
@@ -87,12 +92,11 @@ class Reader:
         return done
 
     def _read(self, read: Read, buffer: memoryview) -> int:
-        fd = self._files[read.tensor.file]
         done = 0
         for offset, buffers in self._vectors(read, buffer):
             wanted = sum(map(len, buffers))
             try:
-                _read_exactly(fd, buffers, offset, wanted)
+                self._access.fill(read.tensor.file, buffers, offset)
             except OSError as error:
                 raise CheckpointError(
                     f"tensor {read.tensor.name!r} cannot be read",
@@ -122,7 +126,7 @@ class Reader:
                 yield offset, [target]
             return
         gap = self._gap[: pitch - length]
-        step = _VECTORS_MAX // 2 if gap else _VECTORS_MAX
+        step = VECTORS_MAX // 2 if gap else VECTORS_MAX
         for first in range(0, count, step):
             some = targets[first : first + step]
             vectors = [view for target in some for view in (target, gap)][:-1] if gap else some
@@ -136,16 +140,30 @@ def requested_nbytes(plan: LoadPlan) -> dict[PartKind, int]:
     """
     requested: dict[PartKind, int] = {}
     for parameter in plan.parameters:
-        nbytes = sum(nbytes for _, _, nbytes in requests(parameter))
+        nbytes = sum([nbytes for _, nbytes in requests(parameter)])
         requested[parameter.part_kind] = requested.get(parameter.part_kind, 0) + nbytes
     return requested
 
 
-def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int, int]]:
-    """(file, offset, nbytes) of all ranges that are read for the parameter, gaps included."""
-    for read in reads_of(parameter):
-        for offset, nbytes in spans(read):
-            yield read.tensor.file, offset, nbytes
+def requests(parameter: PlannedParameter) -> Iterator[tuple[str, int]]:
+    """(file, nbytes) that is read for each of the parameter's copies, gaps included."""
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    for copy in parameter.copies:
+        tensor = copy.tensor
+        if copy.source.shape == tensor.shape:
+            yield tensor.file, tensor.nbytes
+        else:
+            boxes = (copy.source, copy.destination, copy.transposed)
+            yield tensor.file, _requested_nbytes(boxes, tensor.shape, parameter.source_shape, itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _requested_nbytes(boxes: tuple[Box, Box, bool], tensor: Shape, parameter: Shape, itemsize: int) -> int:
+    """The same for one copy between tensors of these shapes. Layers repeat them: each is looked at once."""
+    if is_contiguous(boxes[0], tensor):
+        return boxes[0].volume * itemsize
+    copy = Copy(TensorHeader("", "uint8", tensor, "", 0, 0), *boxes)
+    return sum(nbytes for read in reads_of(copy, parameter, itemsize) for _, nbytes in spans(read))
 
 
 def spans(read: Read) -> Iterator[tuple[int, int]]:
@@ -165,43 +183,9 @@ def _offsets(first: int, pitch: int, count: int) -> range:
     return range(first, first + pitch * count, pitch)
 
 
-def _read_exactly(fd: int, buffers: Sequence[memoryview], offset: int, wanted: int) -> None:
-    """Fill all buffers from ``offset``. EOFError with the bytes that were there when the file ends before."""
-    done = os.preadv(fd, buffers, offset)
-    while done < wanted:
-        more = os.preadv(fd, list(_unfilled(buffers, done))[:_VECTORS_MAX], offset + done)
-        if not more:
-            raise EOFError(done)
-        done += more
-
-
-def _unfilled(buffers: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    for buffer in buffers:
-        if done < len(buffer):
-            yield buffer[done:]
-        done = max(0, done - len(buffer))
-
-
 def _zero(buffer: memoryview, offset: int, nbytes: int) -> None:
     while nbytes > 0:
         some = min(nbytes, len(_ZEROS))
         buffer[offset : offset + some] = _ZEROS[:some]
         offset += some
         nbytes -= some
-
-
-def _is_cached(fd: int, offset: int) -> bool:
-    """Whether the byte can be read without waiting. False where the file system cannot tell."""
-    try:
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not there (EAGAIN), or not to be told (EOPNOTSUPP); a real fault shows when the slab is read
-        return False
-
-
-def _advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
-    """Advice is a wish: a file system that does not take it is read without."""
-    try:
-        os.posix_fadvise(fd, offset, nbytes, advice)
-    except OSError as error:
-        if error.errno not in _NO_ADVICE:
-            raise

@@ -105,11 +105,11 @@ def measures_first(parameter: PlannedParameter) -> bool:
     return isinstance(parameter.transform, Quantize) and parameter.transform.method.granularity == "tensor"
 
 
-def reads_of(parameter: PlannedParameter) -> Iterator[Read]:
-    """All that is read for the parameter, as if it were one slab: for counting bytes before anything is read."""
-    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
-    for copy in parameter.copies:
-        yield from _reads(copy, copy.destination, whole(parameter.source_shape), itemsize)
+def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:
+    """All that is read for a copy to a parameter of this shape, as if that were one slab: for counting bytes before
+    anything is read.
+    """
+    return _reads(copy, copy.destination, whole(shape), itemsize)
 
 
 def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:

@@ -1,43 +1,134 @@
-"""Strategy: how bytes get from the checkpoint's files into a segment, and why that way.
+"""Strategy: how bytes get from files into a segment, and why that way.
 
-Pure choice; `reading.py` carries it out. One way to read so far: into a small buffer, and from there into the segment.
-What is chosen is who decides what the page cache is filled with ahead of the reads. Others (direct I/O, prefetch into
-huge pages) belong here, as rules over the file system, free memory and the access pattern.
+Pure choice, from what `access.py` has seen of the files and from how much memory is free; `access.py` carries it out.
+
+| strategy | how | chosen by ``auto`` |
+| --- | --- | --- |
+| ``read`` | through the page cache, which ranks of a host share | where nothing else is |
+| ``prefetch`` | the same, asked for far ahead, by many threads | files far away: each answer takes long |
+| ``direct`` | past the page cache (O_DIRECT) | no room there beside the shard, and nobody shares |
+| ``mmap`` | copied out of a mapping of the file | never: its page faults cost more than reads |
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.planned import PlannedParameter
 from weightcached.loader.reading import requests
+from weightcached.protocol.dtypes import itemsize_bytes
+from weightcached.protocol.worker_messages import LoadStrategy
 
 DENSE_SHARE = 0.9
 """A file of which at least this share is read is left to the kernel's readahead: hardly any of it is in vain."""
+
+DISTANT = frozenset({"nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "gpfs", "beegfs"})
+"""File systems where an answer may come from another machine."""
+
+CACHED_SHARE = 0.5
+"""Files of which more lies in the page cache are read from there."""
+
+THREADS = max(2, min(4, len(os.sched_getaffinity(0))))
+"""Two at least: one works while the other waits for the disk. More of them wait for each other at the interpreter's
+lock and at the kernel's allocator of pages.
+"""
+
+WAITING_THREADS = 16
+"""Where they wait for answers most of the time: each has one request under way."""
+
+AHEAD_NBYTES = 32 << 20
+"""How far ahead of reading the page cache is asked to be filled: what a disk needs to be busy."""
+
+FAR_AHEAD_NBYTES = 256 << 20
+"""The same where each answer takes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What is known of one file before it is read."""
+
+    nbytes: int
+    file_system: str
+    cached_share: float
+    """How much of it lies in the page cache; 0 where the kernel does not tell."""
+    direct: bool
+    """Whether it can be read past the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """The way chosen, and the reason for the log."""
 
+    name: LoadStrategy
+    """Never ``auto``."""
     exact: frozenset[str]
     """Files whose ranges are asked for one by one, ahead of their reads, and nothing else of them. The kernel's guess,
     some MiB past the end of each range, would be other ranks' bytes."""
+    threads: int
+    ahead_nbytes: int
     reason: str
 
 
-def choose(parameters: Iterable[PlannedParameter], files_nbytes: Mapping[str, int]) -> Strategy:
-    """The strategy for filling ``parameters`` from files of these sizes."""
-    wanted = dict.fromkeys(files_nbytes, 0)
+def choose(
+    parameters: Iterable[PlannedParameter],
+    files: Mapping[str, FileFacts],
+    *,
+    free_nbytes: int,
+    asked: LoadStrategy = "auto",
+) -> Strategy:
+    """The strategy for filling ``parameters`` from ``files``, while ``free_nbytes`` of memory are free."""
+    wanted = dict.fromkeys(files, 0)
+    kept = resident = 0
     for parameter in parameters:
-        for file, _, nbytes in requests(parameter):
+        for file, nbytes in requests(parameter):
             wanted[file] += nbytes
-    exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files_nbytes[file])
-    share = sum(wanted.values()) / max(1, sum(files_nbytes.values()))
+        kept += _kept_nbytes(parameter)
+        if parameter.alias_of is None:
+            resident += math.prod(parameter.shape) * itemsize_bytes(parameter.dtype)
+    exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files[file].nbytes)
+    read = {file: files[file] for file, nbytes in wanted.items() if nbytes}
+    total = sum(wanted.values())
+    name, why = (asked, "asked for") if asked != "auto" else _decide(read, total, kept, resident, free_nbytes)
+    systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
     return Strategy(
-        exact,
-        f"read into a small buffer and write whole pages, since taking fresh pages costs more than reading; "
-        f"{share:.0%} of the files is read, so readahead is the kernel's for {len(wanted) - len(exact)} of them and "
-        f"exact for {len(exact)}",
+        name,
+        exact if name != "prefetch" else frozenset(files),
+        THREADS if name in ("read", "mmap") else WAITING_THREADS,
+        FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,
+        f"{name}: {why}; {_gib(total)} of {_gib(sum(facts.nbytes for facts in files.values()))} on {systems}, "
+        f"{_cached_share(read):.0%} in the page cache, {_gib(free_nbytes)} of memory free; "
+        f"{len(exact)} of {len(files)} files are asked for range by range",
     )
+
+
+def _decide(
+    read: Mapping[str, FileFacts], total: int, kept: int, resident: int, free_nbytes: int
+) -> tuple[LoadStrategy, str]:
+    if _cached_share(read) >= CACHED_SHARE:
+        return "read", "most of it lies in the page cache"
+    if distant := sorted({facts.file_system for facts in read.values()} & DISTANT):
+        return "prefetch", f"{', '.join(distant)} may be far away"
+    if total + resident <= free_nbytes:
+        return "read", "the page cache has room for it"
+    if total > kept:
+        return "read", "ranks share the page cache, though it has no room for all"
+    if not all(facts.direct for facts in read.values()):
+        return "read", "the page cache has no room for it, and these files cannot be read past it"
+    return "direct", "the page cache has no room for it beside the shard"
+
+
+def _cached_share(files: Mapping[str, FileFacts]) -> float:
+    total = sum(facts.nbytes for facts in files.values())
+    return sum(facts.cached_share * facts.nbytes for facts in files.values()) / total if total else 1.0
+
+
+def _kept_nbytes(parameter: PlannedParameter) -> int:
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    return sum(copy.source.volume for copy in parameter.copies) * itemsize
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -3,7 +3,8 @@
 ``python -P -m weightcached.loader.verify --manifest FD --segment FD …`` is what the keeper runs before it serves what
 it adopted, when it was told ``--verify-on-adopt``. It reads a segment at memory speed through read-only mappings, with
 a few threads, and answers with one line of JSON: what it looked at, and the names of parameters whose bytes are not
-those that were published. It changes nothing and reads no checkpoint.
+those that were published. It changes nothing and reads no checkpoint. Clients verify what they have mapped themselves
+(`weightcached verify`), by the same comparison.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
-import xxhash
-
 from weightcached.protocol.errors import TransferError, WeightCacheError
-from weightcached.protocol.manifest import Manifest, Row
+from weightcached.protocol.integrity import differing_rows
+from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory import host
 from weightcached.protocol.processes import die_with_parent
 
-THREADS_MAX = 4
 NAMES_MAX = 20
 """Of parameters that differ, in an answer; their number is in it too."""
 
@@ -40,25 +38,16 @@ def verify(manifest_fd: int, segment_fds: Sequence[int]) -> dict[str, Any]:
     nbytes = manifest.meta.segments_nbytes
     if len(nbytes) != len(segment_fds):
         raise TransferError("another number of segments", expected=len(nbytes), found=len(segment_fds))
-    rows = [row for row in manifest if row.alias_of is None]
     with ExitStack() as held:
         segments = []
         for number, (fd, size) in enumerate(zip(segment_fds, nbytes, strict=True)):
             host.verify(fd, nbytes=size, what=f"segment {number}")
             segments.append(held.enter_context(closing(host.map_readonly(fd, nbytes=size))).view())
-
-        def differs(row: Row) -> bool:
-            hasher = xxhash.xxh3_128()  # its `update` lets other threads run meanwhile, the one-shot function does not
-            hasher.update(segments[row.segment][row.offset : row.offset + row.nbytes])
-            return hasher.digest() != row.digest
-
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), THREADS_MAX)) as threads:
-            verdicts = threads.map(differs, rows)
-            differing = [row.name for row, different in zip(rows, verdicts, strict=True) if different]
+        differing = differing_rows(manifest, segments)
         segments.clear()  # no view may be left when they are unmapped
     return {
-        "rows": len(rows),
-        "nbytes": sum(row.nbytes for row in rows),
+        "rows": sum(row.alias_of is None for row in manifest),
+        "nbytes": manifest.content_nbytes,
         "differing": differing[:NAMES_MAX],
         "differing_count": len(differing),
         "seconds": round(time.monotonic() - started_s, 6),

@@ -19,8 +19,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weightcached.loader import pipeline
-from weightcached.loader.checkpoint import Checkpoint, open_checkpoint
+from weightcached.loader.sources import source_of
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import (
@@ -33,7 +32,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host, names
-from weightcached.protocol.messages import AccountingCounts, shortened
+from weightcached.protocol.messages import shortened
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
@@ -42,7 +41,6 @@ from weightcached.protocol.worker_messages import (
     Failed,
     Job,
     Memory,
-    Planned,
     Progress,
 )
 
@@ -84,37 +82,30 @@ def main() -> int:
 def _serve(channel: Channel) -> None:
     job = _job(channel)
     die_with_parent(job.keeper_pid)
-    config = CacheConfig.model_validate(job.config)
-    with open_checkpoint(job.model_dir, also_trusted=job.trusted_filesystems) as checkpoint:
-        prepared = pipeline.prepare(checkpoint, config)
-        channel.send(_planned(checkpoint, prepared))
+    with source_of(job, CacheConfig.model_validate(job.config)) as source:
+        channel.send(source.planned())
         memory, segments = _memory(channel)
         with segments:
-            if any(placed.parameter.transform is not None for placed in prepared.placement.placed):
+            if source.uses_torch:
                 _prepare_torch(channel)
-            loaded = pipeline.load(
-                checkpoint,
-                prepared,
+            filled = source.fill(
                 segments[0],
-                also_trusted=job.trusted_filesystems,
-                progress=lambda done, total: channel.send(
-                    Progress(stage="load weights", bytes_done=done, bytes_total=total)
-                ),
+                lambda done, total: channel.send(Progress(stage="load weights", bytes_done=done, bytes_total=total)),
+                job.strategy,
             )
-    manifest = pipeline.encode(
-        loaded,
-        prepared,
-        generation=job.generation,
-        version=memory.version,
-        receipts_version=memory.receipts_version,
-        digest=memory.digest,
-    )
+        manifest = filled.encode(
+            generation=job.generation,
+            version=memory.version,
+            receipts_version=memory.receipts_version,
+            digest=memory.digest,
+        )
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
-            resident_nbytes=prepared.placement.segment_nbytes,
-            bytes_read=loaded.figures.bytes_read,
-            seconds=dict(loaded.figures.seconds),
+            resident_nbytes=source.placement.segment_nbytes,
+            bytes_read=filled.bytes_read,
+            bytes_kept=filled.bytes_kept,
+            seconds=dict(filled.seconds),
         )
         channel.send(done, [fd])
 
@@ -125,24 +116,6 @@ def _job(channel: Channel) -> Job:
     if not isinstance(frame.message, Job):
         raise ProtocolError("the keeper spoke out of turn", expected="Job", found=type(frame.message).__name__)
     return frame.message
-
-
-def _planned(checkpoint: Checkpoint, prepared: pipeline.Prepared) -> Planned:
-    receipts, accounting = checkpoint.receipts, prepared.plan.accounting
-    return Planned(
-        segments_nbytes=(prepared.placement.segment_nbytes,),
-        bytes_to_read=sum(prepared.requested.values()),
-        receipts=receipts.sha256,
-        receipts_trusted=receipts.trusted,
-        receipts_young=receipts.is_young(),
-        receipts_rule=shortened(receipts.rule),
-        accounting=AccountingCounts(
-            expected=len(accounting.expected),
-            loaded=len(accounting.loaded),
-            ignored=len(accounting.ignored),
-            unexpected=len(accounting.unexpected),
-        ),
-    )
 
 
 def _memory(channel: Channel) -> tuple[Memory, OwnedFds]:

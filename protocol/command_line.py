@@ -1,8 +1,7 @@
 """What every ``weightcached`` command has in common: how options are parsed, and the exit statuses that mean the same.
 
-Owns :class:`Parser`, the two shared exit statuses, and values that several commands take: users and groups by name,
-quantizations. What a command accepts, and its other
-statuses, are its own.
+Owns :class:`Parser`, the two shared exit statuses, and values that many options take: seconds, whole numbers, users and
+groups by name, quantizations. What a command accepts, and its other statuses, are its own.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ USAGE_EXIT = 64
 BUG_EXIT = 70
 """An error that is ours (EX_SOFTWARE)."""
 
+_DAY_S = 86400
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that exits with :data:`USAGE_EXIT`, and never guesses an abbreviated option."""
@@ -40,6 +41,37 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+def seconds(text: str) -> float:
+    """A duration from 0 to a day, so that it can be waited for. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _DAY_S:  # nor NaN
+        raise argparse.ArgumentTypeError(f"seconds from 0 to {_DAY_S} are expected, not {text!r}")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """Like :func:`seconds`, but not 0. Raises ArgumentTypeError."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"seconds over 0 are expected, not {text!r}")
+    return value
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """What converts an option's text to a number from ``low`` to ``high``. It raises ArgumentTypeError."""
+    expected = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def convert(text: str) -> int:
+        if not re.fullmatch("-?[0-9]{1,18}", text) or not low <= int(text) <= (sys.maxsize if high is None else high):
+            raise argparse.ArgumentTypeError(f"a whole number {expected} is expected, not {text!r}")
+        return int(text)
+
+    return convert
 
 
 def user_id(text: str) -> int:

@@ -32,7 +32,11 @@ from weightcached.protocol.text import shown
 SCHEMA_VERSION = 1
 
 LAYOUT_REVISIONS: Mapping[str, int] = MappingProxyType({"hf": 1, "fused": 1})
-"""Revision of the rules that make each layout. A rule that changes a byte, a name or an offset bumps its number."""
+"""Revision of the rules that make each layout. A rule that changes a byte, a name or an offset bumps its number.
+
+It carries the engine's version too: names, and which stages have what, are those of vLLM 0.32. A release that follows a
+version with other names has another revision, so that a client of the one never maps what the other made.
+"""
 
 MODEL_CONFIG_MAX_BYTES = 16 * 1024 * 1024
 MODEL_CONFIG_MAX_DEPTH = 64

@@ -245,26 +245,31 @@ class _Meter:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="weightcached digest",
-        description="Prints the digest of a checkpoint's content; computes it once per host.",
-        epilog="exit codes: 0 printed; 1 the checkpoint cannot be read; 3 the checkpoint changed meanwhile, or has "
+        description="Print the digest of a checkpoint's content, which is computed once per host.",
+        epilog="exit codes: 0 printed; 1 the checkpoint cannot be read; 3 the checkpoint changed meanwhile, or has\n"
         "other receipts than expected; 64 an option or the cache directory cannot be used",
     )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id")
+    parser.add_argument("model", metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     parser.add_argument("--json", action="store_true", help="one line of JSON, also for errors")
     parser.add_argument("--write-sidecar", action="store_true", help=f"also write {SIDECAR_NAME} beside the weights")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where digests are remembered")
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where digests are remembered (default: $WEIGHTCACHED_CACHE_DIR, else /var/cache/weightcached for root, "
+        "and the folder weightcached of $XDG_CACHE_HOME or ~/.cache for others)",
+    )
     parser.add_argument("--low-priority", action="store_true", help="let every other process go first")
     parser.add_argument(
         "--expect-receipts", metavar="SHA256", type=_hex, help="fail unless the files are exactly these"
     )
     parser.add_argument(
         "--trust-filesystem",
-        metavar="NAME",
+        metavar="TYPE",
         action="append",
         default=[],
-        help="believe receipts there too (repeatable)",
+        help="believe inode and ctime there too (repeatable)",
     )
-    parser.add_argument("--die-with-parent", metavar="PID", type=int, help="end when the process PID, our parent, ends")
+    parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)  # for a daemon or an engine
     return parser
 
 

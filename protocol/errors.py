@@ -8,14 +8,15 @@
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone
+    │   └── GenerationGone · SnapshotUnwritable
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
-    │   └── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
+    │   ├── MissingTensor · UnexpectedTensor · ShapeMismatch · CheckpointChanged
+    │   └── UnusableValue · SnapshotUnusable
     └── ContractError                 report a bug (or a hostile peer)
         ├── ProtocolError · TransferError · InternalError
         └── PlanError · BindError
@@ -142,6 +143,12 @@ class GenerationGone(DeploymentError):
     code = "generation_gone"
 
 
+class SnapshotUnwritable(DeploymentError):
+    """A snapshot cannot be written there. One that was there before is still whole."""
+
+    code = "snapshot_unwritable"
+
+
 class PlaceTaken(DeploymentError):
     """Another daemon holds the place's lock. This one touched nothing."""
 
@@ -242,6 +249,12 @@ class UnsupportedModel(ConfigurationError):
     code = "unsupported_model"
 
 
+class SnapshotMismatch(ConfigurationError):
+    """The snapshot is of another configuration or content than what was asked for, or of another release."""
+
+    code = "snapshot_mismatch"
+
+
 class InvalidOption(ConfigurationError):
     """An option's value is not one that can be used."""
 
@@ -326,10 +339,22 @@ class ShapeMismatch(CheckpointError):
     code = "shape_mismatch"
 
 
+class UnusableValue(CheckpointError):
+    """A tensor has a value that cannot be quantized: not finite, or too large for the scale that it would have."""
+
+    code = "unusable_value"
+
+
 class CheckpointChanged(CheckpointError):
     """A file changed while it was read; what was read is discarded."""
 
     code = "checkpoint_changed"
+
+
+class SnapshotUnusable(CheckpointError):
+    """A snapshot is not there, torn, truncated, or not what was written; nothing was published."""
+
+    code = "snapshot_unusable"
 
 
 class ContractError(WeightCacheError):

@@ -14,7 +14,7 @@ class OwnedFds:
     """A list of descriptors, all closed on :meth:`close` (or leaving the ``with`` block) except those taken."""
 
     def __init__(self, fds: Iterable[int] = ()) -> None:
-        self._fds: list[int | None] = list(fds)
+        self._fds: list[int | None] = [*fds]
 
     def __len__(self) -> int:
         return len(self._fds)
@@ -22,6 +22,10 @@ class OwnedFds:
     def append(self, fd: int) -> None:
         """Own one more."""
         self._fds.append(fd)
+
+    def extend(self, fds: Iterable[int]) -> None:
+        """Own several more."""
+        self._fds.extend(fds)
 
     def __getitem__(self, position: int) -> int:
         """Look at a descriptor without taking it."""
@@ -42,10 +46,15 @@ class OwnedFds:
 
     def close(self) -> None:
         """Close what was not taken. Safe to call twice."""
-        fds, self._fds = self._fds, [None] * len(self._fds)
-        for fd in fds:
+        for position, fd in enumerate(self._fds):
             if fd is not None:
+                self._fds[position] = None
                 os.close(fd)
+
+    def __del__(self) -> None:
+        """A signal's exception comes between any two lines, also where nobody has the guard in a ``with`` yet."""
+        if hasattr(self, "_fds"):
+            self.close()
 
     def __enter__(self) -> OwnedFds:
         return self

@@ -12,7 +12,6 @@ missing: a larger read could merge two frames and lose which descriptors belong 
 from __future__ import annotations
 
 import array
-import os
 import socket
 import struct
 from collections.abc import Sized
@@ -182,7 +181,7 @@ class FrameReceiver:
         self._taken_nbytes = 0
         # CMSG_SPACE would admit one descriptor more than asked for on 64-bit machines.
         self._control_nbytes = socket.CMSG_LEN(dialect.fds_max * _FD_BYTES) if dialect.fds_max else 0
-        self._fds: list[int] = []
+        self._fds = OwnedFds()
         self._start()
 
     def _start(self) -> None:
@@ -258,7 +257,7 @@ class FrameReceiver:
 
     def _finish(self, header: Header) -> Frame:
         message = decode_body(self._dialect, header, self._buffer)
-        fds, self._fds = OwnedFds(self._fds), []
+        fds, self._fds = self._fds, OwnedFds()
         self._start()
         self._give()
         return Frame(message, fds)
@@ -276,9 +275,7 @@ class FrameReceiver:
     def close(self) -> None:
         """Close the descriptors of a frame that will not be completed. Safe to call twice."""
         self._give()
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        self._fds.close()
 
 
 class FrameSender:

@@ -261,6 +261,10 @@ class Report(Message):
     """Seconds per stage of this keeper's load; empty where it adopted what it serves."""
     bytes_read: Count
     """By this keeper's load: none where it adopted."""
+    bytes_kept: Count = 0
+    """What of the files' bytes became part of a parameter, when the weights that are served were loaded."""
+    accounting: AccountingCounts | None = None
+    """Of the weights that are served; the names, and the reasons of what is ignored, are in their manifest."""
     attaches: dict[str, Count]
     """Attach attempts by outcome: ``granted``, ``resumed``, or the code they were refused with."""
     vault: VaultState = "none"

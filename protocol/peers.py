@@ -27,6 +27,8 @@ _LINKS_MAX = 40
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+_TRUST = "trust that user with --allow-uid (attach: allow_uids=)"
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -101,7 +103,7 @@ def check_directory(directory: Path, allowed: AllowList) -> None:
             expected=_owners(allowed),
             found=f"uid {found.st_uid}",
             where=where,
-            next_step="allow that uid explicitly, or choose another runtime directory",
+            next_step=f"{_TRUST}, or choose another runtime directory",
         )
     if _writable_by_others(found, allowed):
         raise UntrustedDaemon(
@@ -123,7 +125,7 @@ def check_way(directory: Path, allowed: AllowList) -> None:
         found = os.lstat(passed)
         if not allowed.admits_uid(found.st_uid):
             what, expected, actual = "belongs to someone we do not trust", _owners(allowed), f"uid {found.st_uid}"
-            next_step = "allow that uid explicitly, or choose another runtime directory"
+            next_step = f"{_TRUST}, or choose another runtime directory"
         elif stat.S_ISDIR(found.st_mode) and _writable_by_others(found, allowed) and not found.st_mode & stat.S_ISVTX:
             what, expected, actual = "can be written by others", "mode 0755 or tighter", stat.filemode(found.st_mode)
             next_step = f"chmod go-w {passed}, or choose another runtime directory"
@@ -169,7 +171,7 @@ def check_socket_owner(path: Path, found: os.stat_result, allowed: AllowList) ->
             expected=_owners(allowed),
             found=f"uid {found.st_uid}",
             where=path,
-            next_step="allow that uid explicitly, or remove the socket if it was planted",
+            next_step=f"{_TRUST}, or remove the socket if it was planted",
         )
 
 
@@ -181,7 +183,7 @@ def check_daemon(peer: Peer, path: Path, allowed: AllowList) -> None:
             expected=_owners(allowed),
             found=str(peer),
             where=path,
-            next_step="allow that uid explicitly, or find out who started it",
+            next_step=f"{_TRUST}, or find out who started it",
         )
 
 

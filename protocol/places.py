@@ -24,6 +24,9 @@ LOCK_SUFFIX = ".lock"
 SOCKET_PATH_MAX_BYTES = 107
 BINDING_SUFFIX = ".new"
 
+RANKS_MAX = 1024
+"""More ranks than any model has. Beyond it is a slip, found out before a rank is started or waited for."""
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -47,6 +50,8 @@ def host_device(
     """
     device = "host"
     for kind, rank, size in (("tp", tp_rank, tp_size), ("pp", pp_rank, pp_size), ("ep", ep_rank, ep_size)):
+        if not 1 <= size <= RANKS_MAX:
+            raise InvalidOption(f"unusable {kind} size", expected=f"1 to {RANKS_MAX}", found=size)
         if not 0 <= rank < size:
             raise InvalidOption(f"the {kind} rank is out of range", expected=f"0 to {size - 1}", found=rank)
         if kind == "tp" or size > 1:
@@ -105,11 +110,11 @@ def places_in(runtime_dir: Path) -> list[Place]:
     """Every place of ``runtime_dir`` that has a socket file or a lock file, sorted. A missing directory has none.
 
     Entries whose names no place could have are somebody else's and are passed over. Raises InvalidPlace for a directory
-    that cannot be listed: what it holds is unknown, which is not the same as nothing.
+    that cannot be listed, or is none: what it holds is unknown, which is not the same as nothing.
     """
     found = set()
     for name in _entries(runtime_dir):
-        for entry in _entries(runtime_dir / name):
+        for entry in _entries(runtime_dir / name, none=(FileNotFoundError, NotADirectoryError)):
             device, suffix = os.path.splitext(entry)
             if suffix in (SOCKET_SUFFIX, LOCK_SUFFIX):
                 with suppress(InvalidOption, InvalidPlace):
@@ -117,10 +122,10 @@ def places_in(runtime_dir: Path) -> list[Place]:
     return sorted(found, key=lambda place: (place.name, place.device))
 
 
-def _entries(directory: Path) -> list[str]:
+def _entries(directory: Path, *, none: tuple[type[OSError], ...] = (FileNotFoundError,)) -> list[str]:
     try:
         return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
+    except none:
         return []
     except OSError as error:
         raise InvalidPlace("a directory of places cannot be listed", found=error.strerror, where=directory) from error

@@ -25,6 +25,11 @@ def rank_of(
 
     A rank is never defaulted where there are several: two engines would both get shard 0, with all shapes right.
     """
+    for name, number in [*sizes.items(), *ranks.items()]:
+        # 0.0 or False would name a place where no daemon can ever be, and an absent place is loaded from disk.
+        if number is not None and type(number) is not int:
+            found = f"{number!r} for {name}"
+            raise InvalidOption("sizes and ranks are whole numbers", expected="ints", found=found)
     for kind, size in sizes.items():
         if ranks.get(kind) is None and size > 1:
             raise InvalidOption(
@@ -70,6 +75,11 @@ def every_rank(sizes: Mapping[str, int], *, placement: str = "linear") -> list[P
 def ranks_of(parallel: Parallel) -> dict[str, int]:
     """``tp_rank`` and the others, as options and as `rank_of` name them."""
     return {f"{kind}_rank": getattr(parallel, f"{kind}_rank") for kind in KINDS}
+
+
+def rank_word(parallel: Parallel) -> str:
+    """What the rank is called in reports: ``tp0of2``, ``tp0of2-pp1of3-ep0of4``."""
+    return device_of(parallel).removeprefix("host-")
 
 
 def device_of(parallel: Parallel) -> str:

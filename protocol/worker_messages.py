@@ -6,7 +6,7 @@ the manifest's descriptor), or ``Failed`` at any point. Same framing as the data
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -27,6 +27,10 @@ from weightcached.protocol.messages import (
 JOB_BODY_MAX_BYTES = 32 * 1024 * 1024
 
 
+LoadStrategy = Literal["auto", "read", "prefetch", "direct", "mmap"]
+"""How bytes get from files into segments; what each is for is the loader's to say."""
+
+
 class Job(Message):
     """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
 
@@ -36,6 +40,9 @@ class Job(Message):
     keeper_pid: Count
     trusted_filesystems: Annotated[tuple[ShortText, ...], Field(strict=False)] = ()
     """What the operator trusts beside the known ones: ``also_trusted`` of ``take_receipts``."""
+    snapshot: LongText | None = None
+    """The directory of a snapshot to fill the segments from, instead of from the weights in ``model_dir``."""
+    strategy: LoadStrategy = "auto"
 
 
 class Planned(Message):
@@ -43,13 +50,16 @@ class Planned(Message):
 
     segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False)]
     bytes_to_read: Count
-    receipts: Hex64
+    receipts: Hex64 | None
+    """``None`` where a snapshot is loaded and the checkpoint's weights are not there to be seen."""
     receipts_trusted: bool
     receipts_young: bool
     """Changed less than two seconds ago: not to be remembered."""
     receipts_rule: LongText = ""
     """Which rule decided whether they are trusted."""
     accounting: AccountingCounts
+    digest: Hex64 | None = None
+    """The content that a snapshot was made from."""
 
 
 class Memory(Message):
@@ -74,6 +84,8 @@ class Done(Message):
     manifest_nbytes: Count
     resident_nbytes: Count
     bytes_read: Count
+    bytes_kept: Count
+    """What became part of a parameter."""
     seconds: dict[str, Seconds]
 
 

@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="weightcached demo",
-        description="Makes a checkpoint, starts an engine from disk and from a daemon, kills it, starts it again, and "
-        "prints where the seconds went. Takes one to three minutes; everything it makes lies in a temporary folder.",
-        epilog="exit codes: 0 everything agreed; 1 some answer or byte differed; 2 a step failed; 64 bad options; "
+        description="Make a checkpoint, start an engine from disk and from a daemon, kill it, start it again, and\n"
+        "print where the seconds went. Takes one to three minutes; everything it makes lies in a temporary folder.",
+        epilog="exit codes: 0 everything agreed; 1 some answer or byte differed; 2 a step failed; 64 bad options;\n"
         "130 or 143 stopped",
     )
     parser.add_argument("--size-gb", type=_size, default=1.0, metavar="GB", help="of the checkpoint (default: 1)")

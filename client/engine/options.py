@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from weightcached.protocol.command_line import Parser, user_id
+from weightcached.protocol.command_line import Parser, seconds, user_id, whole_number
 from weightcached.protocol.places import DEFAULT_NAME
 
 Mode = Literal["off", "client", "require", "daemon"]
@@ -66,12 +66,12 @@ def parse(argv: Sequence[str]) -> EngineOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="weightcached engine",
-        description="A small engine on Transformers: text from decoders, embeddings from encoders. "
-        "With --prompt it answers and ends; with --port (or neither) it serves HTTP on loopback.",
+        description="A small engine on Transformers: text from decoders, embeddings from encoders. With --prompt it\n"
+        "answers and ends; with --port (or neither) it serves HTTP on loopback.",
         epilog=EXIT_CODES,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help="a checkpoint directory, or a hub id")
+    add("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add(
         "--weight-cache-mode",
         dest="mode",
@@ -82,10 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     add("--prompt", metavar="TEXT", help="answer this first; without --port, then end")
-    add("--max-new-tokens", type=_between(1, 1 << 20), default=32, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=whole_number(1, 1 << 20), default=32, metavar="N", help="default: %(default)s")
     add(
         "--port",
-        type=_between(0, 65535),
+        type=whole_number(0, 65535),
         metavar="P",
         help=f"serve HTTP on 127.0.0.1:P; 0 takes a free one (default: {DEFAULT_PORT} without --prompt)",
     )
@@ -93,11 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached")
     add("--dtype", choices=get_args(Dtype), default="auto", help="auto: as on disk (default: %(default)s)")
     add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
-    add("--timeout", dest="timeout_s", type=_seconds, default=600.0, metavar="S", help="for the weights, in all (600)")
+    add(
+        "--timeout",
+        dest="timeout_s",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="for the weights, in all (default: 600)",
+    )
     add(
         "--wait-for-daemon",
         dest="wait_for_daemon_s",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
@@ -121,27 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-ids", action="store_true", help="print the token ids beside the text")
     add("--json", action="store_true", help="one JSON line on standard output instead of text and table")
     return parser
-
-
-def _between(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-
-    convert.__name__ = "whole number"
-    return convert
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value
-
-
-_seconds.__name__ = "number of seconds"
 
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:

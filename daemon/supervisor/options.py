@@ -6,10 +6,9 @@ Apart from ``daemon/options.py``, whose imports would cost the supervisor more m
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 
-from weightcached.protocol.command_line import Parser
+from weightcached.protocol.command_line import Parser, positive_seconds, seconds, whole_number
 from weightcached.protocol.processes import python_command
 
 _EXAMPLES = """\
@@ -78,53 +77,38 @@ def _parser() -> Parser:
     parser.usage = "weightcached supervise [options] -- serve …"
     parser.add_argument(
         "--watchdog",
-        type=_positive_seconds,
+        type=positive_seconds,
         metavar="S",
         help="kill a keeper that gives no sign of life for so long (default: never; below another service manager, "
         "that one's interval)",
     )
     parser.add_argument(
         "--stop-timeout",
-        type=_seconds,
+        type=seconds,
         default=10.0,
         metavar="S",
         help="how long after the second SIGTERM or SIGINT the keeper is killed (default: 10)",
     )
     parser.add_argument(
-        "--backoff-max", type=_seconds, default=10.0, metavar="S", help="longest pause between two starts (default: 10)"
+        "--backoff-max", type=seconds, default=10.0, metavar="S", help="longest pause between two starts (default: 10)"
     )
     parser.add_argument(
         "--backoff-reset",
-        type=_positive_seconds,
+        type=positive_seconds,
         default=60.0,
         metavar="S",
         help="a life of this length is a good one: the next start has no pause (default: 60)",
     )
     parser.add_argument(
-        "--store-max", type=_count, default=1024, metavar="N", help="descriptors to keep at most (default: 1024)"
+        "--store-max",
+        type=whole_number(1),
+        default=1024,
+        metavar="N",
+        help="descriptors to keep at most (default: 1024)",
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument("--parent-pid", type=_count, help=argparse.SUPPRESS)  # `up`: die with that process
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default: info"
+    )
+    parser.add_argument("--parent-pid", type=whole_number(1), help=argparse.SUPPRESS)  # `up`: die with that process
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (0 <= value <= 86400 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError("seconds, at most 86400, are expected")
-    return value
-
-
-def _positive_seconds(text: str) -> float:
-    value = _seconds(text)
-    if not value:
-        raise argparse.ArgumentTypeError("seconds, over 0, are expected")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1 is expected")
-    return value

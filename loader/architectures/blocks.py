@@ -6,7 +6,7 @@ Pure. Which layers a rank has, and what its layers leave to other ranks, is deci
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.architectures.rows import Row, Wanted
@@ -37,7 +37,7 @@ class Block:
         for index, templates in self._layers(model, rank, rank.layers(model.size(self.count))):
             under = f"{self.prefix}.{index}."
             for template in templates:
-                yield _renamed(template, under)
+                yield template.under(under)
 
     def other_stages(self, model: ModelShape, rank: Rank) -> Iterator[str]:
         """The checkpoint tensors of the layers that are on other stages."""
@@ -73,13 +73,3 @@ def _flat(rows: Iterable[Row | Where], rules: tuple[LayerRule, ...]) -> Iterator
             yield from _flat(row.rows, (*rules, row.rule))
         else:
             yield rules, row
-
-
-def _renamed(wanted: Wanted, under: str) -> Wanted:
-    return replace(
-        wanted,
-        name=under + wanted.name,
-        parts=tuple(replace(part, source=under + part.source) for part in wanted.parts),
-        alias_of=None if wanted.alias_of is None else under + wanted.alias_of,
-        elsewhere=tuple(under + name for name in wanted.elsewhere),
-    )

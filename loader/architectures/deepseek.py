@@ -31,7 +31,7 @@ class LatentAttention:
         at, hidden, latent = self.name, model.size("hidden"), model.number("kv_lora_rank")
         nope, rope, value = (model.number(f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v"))
         compressed = RowRange(f"{at}.kv_a_proj_with_mqa", latent + rope, 0, latent + rope)
-        if model.config.get("q_lora_rank") is None:
+        if model.value("q_lora_rank") is None:
             yield from stacked(compressed.source, [compressed], hidden, part_kind="replicated")
             yield from _by_heads(f"{at}.q_proj", nope + rope, hidden, model, rank)
         else:
@@ -109,7 +109,7 @@ DEEPSEEK_V2 = Architecture(
     names=("DeepseekV2ForCausalLM",),
     rows=ROWS,
     ignored=(*ROTARY, TIED_HEAD, DRAFT),
-    defaults={"moe_layer_freq": 1, "n_shared_experts": 2},
+    defaults={"moe_layer_freq": 1, "n_shared_experts": 2, "n_routed_experts": 64, "q_lora_rank": 1536},
     sizes=SIZES,
 )
 
@@ -117,6 +117,12 @@ DEEPSEEK_V3 = Architecture(
     names=("DeepseekV3ForCausalLM",),
     rows=ROWS,
     ignored=(*ROTARY, TIED_HEAD, DRAFT),
-    defaults={"moe_layer_freq": 1, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    defaults={
+        "moe_layer_freq": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "q_lora_rank": 1536,
+    },
     sizes=SIZES,
 )

@@ -134,7 +134,7 @@ def every_nth(model: ModelShape, layer: int) -> bool:
 
 def after_the_dense(model: ModelShape, layer: int) -> bool:
     """Whether a layer of DeepSeek's has experts: from ``first_k_dense_replace`` on, each ``moe_layer_freq``-th."""
-    has_experts = model.config.get("n_routed_experts") is not None
+    has_experts = model.value("n_routed_experts") is not None
     return has_experts and layer >= model.count("first_k_dense_replace") and layer % model.number("moe_layer_freq") == 0
 
 

@@ -53,19 +53,27 @@ def attention(*, qkv_bias: Switch = False, output_bias: Switch = False, head_nor
     )
 
 
+def norm(name: str) -> Row:
+    """A norm over the hidden size."""
+    return Replicated(f"{name}.weight", ("hidden",))
+
+
 def decoder(attention: tuple[Row, ...], feed_forward: tuple[Row | Where, ...]) -> tuple[Row, ...]:
     """The rows of a decoder of this family: each layer normalizes what attention and feed-forward network take in."""
-    layer = (
-        Replicated("input_layernorm.weight", ("hidden",)),
-        *attention,
-        Replicated("post_attention_layernorm.weight", ("hidden",)),
-        *feed_forward,
-    )
+    return decoder_of((norm("input_layernorm"), *attention, norm("post_attention_layernorm"), *feed_forward))
+
+
+def decoder_of(layer: tuple[Row | Where, ...]) -> tuple[Row, ...]:
+    """The rows of a decoder made of such layers, and of its output head."""
+    return (*headless(layer), Vocabulary("lm_head", tied_to="model.embed_tokens"))
+
+
+def headless(layer: tuple[Row | Where, ...]) -> tuple[Row, ...]:
+    """The same without the head."""
     return (
         Vocabulary("model.embed_tokens"),
         Block("model.layers", count="layers", rows=layer),
-        Replicated("model.norm.weight", ("hidden",)),
-        Vocabulary("lm_head", tied_to="model.embed_tokens"),
+        norm("model.norm"),
     )
 
 

@@ -8,7 +8,7 @@ size. A size that T does not divide raises `Indivisible`; nothing is ever rounde
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weightcached.loader.architectures.ranks import Indivisible, Rank
@@ -33,6 +33,12 @@ class Part:
     destination: Box
     transposed: bool = False
     """The last two axes of the box are swapped first."""
+    same_as: tuple[Shape, ...] = ()
+    """Other shapes that the file may give it: the same elements in C order."""
+
+    def under(self, prefix: str) -> Part:
+        """The same of a tensor under ``prefix``. Spelt out, every field: ``replace`` takes three times as long."""
+        return Part(prefix + self.source, self.shape, self.box, self.destination, self.transposed, self.same_as)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,26 @@ class Wanted:
     """A weight ``[out, in]`` of a linear layer, which an online quantizer may take."""
     alias_of: str | None = None
     dtype: str | None = None
-    """The dtype it always has, whatever is asked for."""
+    """As stored: floating point is cast to it, anything else must have it in the file. ``None``: the model's own."""
     elsewhere: tuple[str, ...] = ()
     """Checkpoint tensors of its kind that only other expert-parallel ranks load."""
+    finite: bool = False
+    """A value that is not finite is refused: scales."""
+
+    def under(self, prefix: str) -> Wanted:
+        """The same parameter under ``prefix``, with everything that it is made from. Every field, as in ``Part``."""
+        return Wanted(
+            prefix + self.name,
+            self.shape,
+            self.part_kind,
+            tuple([part.under(prefix) for part in self.parts]),
+            self.zeros,
+            self.linear,
+            None if self.alias_of is None else prefix + self.alias_of,
+            self.dtype,
+            tuple([prefix + name for name in self.elsewhere]),
+            self.finite,
+        )
 
     def sources(self) -> Iterator[str]:
         """Every checkpoint tensor that some rank makes its like from."""
@@ -83,6 +106,11 @@ class Replicated:
         yield Wanted(self.name, shape, "replicated", (part,), dtype=self.dtype)
 
 
+def layer_norm(name: str) -> tuple[Row, Row]:
+    """A norm over the hidden size that has a bias beside its weight."""
+    return Replicated(f"{name}.weight", ("hidden",)), Replicated(f"{name}.bias", ("hidden",))
+
+
 @dataclass(frozen=True, slots=True)
 class PerHead:
     """A vector with one element for each query head, cut like the heads."""
@@ -101,7 +129,7 @@ class PerHead:
 class Column:
     """Linear layers cut by output rows, each of ``parts`` on its own, then stacked: this rank's gate above its up.
 
-    One part, ``name`` itself, is a plain column-parallel layer.
+    One part, ``name`` itself, is a plain column-parallel layer. Parts of one name are stacked in the file already.
     """
 
     name: str
@@ -109,12 +137,20 @@ class Column:
     outputs: Size
     inputs: Size
     bias: Switch = False
+    transposed: bool = False
+    """The file has ``[in, out]``."""
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         total = model.size(self.outputs)
         share = rank.share(total, f"{self.outputs} size {total}")
         ranges = [RowRange(part, total, rank.index * share, share) for part in self.parts]
-        yield from stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+        yield from stacked(
+            self.name,
+            ranges,
+            model.size(self.inputs),
+            bias=_is_on(self.bias, model),
+            transposed=self.transposed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +163,14 @@ class RowParallel:
     bias: Switch = False
     source: str | None = None
     """The checkpoint's name for it, where that is another."""
+    transposed: bool = False
+    """The file has ``[in, out]``."""
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         source, outputs, inputs = self.source or self.name, model.size(self.outputs), model.size(self.inputs)
         share = rank.share(inputs, f"{self.inputs} size {inputs}")
         kept, local = Box((0, rank.index * share), (outputs, share)), (outputs, share)
-        part = Part(f"{source}.weight", (outputs, inputs), kept, whole(local))
+        part = _weight(f"{source}.weight", (outputs, inputs), kept, whole(local), transposed=self.transposed)
         yield Wanted(f"{self.name}.weight", local, "row", (part,), linear=True)
         if _is_on(self.bias, model):
             full = Part(f"{source}.bias", (outputs,), whole((outputs,)), whole((outputs,)))
@@ -141,7 +179,10 @@ class RowParallel:
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Query, key and value projections stacked, cut by heads. Where T > K, each key/value head is on T/K ranks."""
+    """Query, key and value projections stacked, cut by heads. Where T > K, each key/value head is on T/K ranks.
+
+    Those of one name are stacked in the file already.
+    """
 
     name: str
     query: str
@@ -149,6 +190,8 @@ class Qkv:
     value: str
     inputs: Size
     bias: Switch = False
+    transposed: bool = False
+    """The file has ``[in, out]``."""
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         heads, kv_heads, head = model.size("heads"), model.size("kv_heads"), model.size("head")
@@ -160,12 +203,18 @@ class Qkv:
             RowRange(self.key, *kv),
             RowRange(self.value, *kv),
         ]
-        yield from stacked(self.name, ranges, model.size(self.inputs), bias=_is_on(self.bias, model))
+        yield from stacked(
+            self.name,
+            ranges,
+            model.size(self.inputs),
+            bias=_is_on(self.bias, model),
+            transposed=self.transposed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """An embedding or a head ``[vocabulary, hidden]`` cut by rows, the vocabulary padded first; padding rows are zeros.
+    """An embedding or a head ``[rows, hidden]`` cut by rows, the vocabulary padded first; padding rows are zeros.
 
     With ``tied_to`` it is another name of that one where ``config.json`` ties them (``tie_word_embeddings``).
     """
@@ -174,14 +223,15 @@ class Vocabulary:
     tied_to: str | None = None
     source: str | None = None
     """The checkpoint's name for it, where that is another."""
+    rows: Size = "vocabulary"
 
     def is_tied(self, model: ModelShape) -> bool:
         return self.tied_to is not None and model.switch("tie_word_embeddings")
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
-        vocabulary, hidden = model.size("vocabulary"), model.size("hidden")
+        vocabulary, hidden = model.size(self.rows), model.size("hidden")
         padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        rows = rank.share(padded, f"a vocabulary of {vocabulary}, padded to {padded},")
+        rows = rank.share(padded, f"a {self.rows.replace('_', ' ')} of {vocabulary}, padded to {padded},")
         name, shape = f"{self.name}.weight", (rows, hidden)
         if self.is_tied(model):
             yield Wanted(name, shape, "vocabulary", alias_of=f"{self.tied_to}.weight")
@@ -205,19 +255,22 @@ class RowRange:
 
 
 def stacked(
-    name: str, ranges: Iterable[RowRange], inputs: int, *, bias: bool = False, part_kind: PartKind = "column"
+    name: str,
+    ranges: Iterable[RowRange],
+    inputs: int,
+    *,
+    bias: bool = False,
+    part_kind: PartKind = "column",
+    transposed: bool = False,
 ) -> Iterator[Wanted]:
-    """The linear layer whose rows are the ranges, one below the other, and its bias."""
+    """The linear layer whose rows are the ranges, one below the other, and its bias.
+
+    Ranges of one source are of layers that are stacked whole in that tensor, in this order.
+    """
     weights, biases, filled = [], [], 0
-    for rows in ranges:
-        weights.append(
-            Part(
-                f"{rows.source}.weight",
-                (rows.total, inputs),
-                Box((rows.start, 0), (rows.count, inputs)),
-                Box((filled, 0), (rows.count, inputs)),
-            )
-        )
+    for rows in _joined(_in_their_sources(list(ranges))):
+        kept, place = Box((rows.start, 0), (rows.count, inputs)), Box((filled, 0), (rows.count, inputs))
+        weights.append(_weight(f"{rows.source}.weight", (rows.total, inputs), kept, place, transposed=transposed))
         biases.append(
             Part(f"{rows.source}.bias", (rows.total,), Box((rows.start,), (rows.count,)), Box((filled,), (rows.count,)))
         )
@@ -225,6 +278,38 @@ def stacked(
     yield Wanted(f"{name}.weight", (filled, inputs), part_kind, tuple(weights), linear=True)
     if bias:
         yield Wanted(f"{name}.bias", (filled,), part_kind, tuple(biases))
+
+
+def _weight(source: str, shape: Shape, box: Box, destination: Box, *, transposed: bool) -> Part:
+    """The part of a linear weight that is ``[out, in]`` here; in the file, too, unless it is ``transposed``."""
+    if transposed:
+        return Part(source, shape[::-1], box.swapped, destination, transposed=True)
+    return Part(source, shape, box, destination)
+
+
+def _in_their_sources(ranges: list[RowRange]) -> Iterator[RowRange]:
+    """The ranges of layers as ranges of the tensors that the layers are stacked in."""
+    totals: dict[str, int] = {}
+    for rows in ranges:
+        totals[rows.source] = totals.get(rows.source, 0) + rows.total
+    above = dict.fromkeys(totals, 0)
+    for rows in ranges:
+        yield replace(rows, total=totals[rows.source], start=above[rows.source] + rows.start)
+        above[rows.source] += rows.total
+
+
+def _joined(ranges: Iterable[RowRange]) -> Iterator[RowRange]:
+    """The same rows; where one range goes on where the last ended, they are one: so a file is read once, not thrice."""
+    last = None
+    for rows in ranges:
+        if last is not None and (last.source, last.start + last.count) == (rows.source, rows.start):
+            last = replace(last, count=last.count + rows.count)
+            continue
+        if last is not None:
+            yield last
+        last = rows
+    if last is not None:
+        yield last
 
 
 def _kv_heads(kv_heads: int, rank: Rank) -> tuple[int, int]:

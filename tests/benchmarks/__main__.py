@@ -21,7 +21,7 @@ from tests.benchmarks.fresh import ROOT
 from tests.benchmarks.outcome import Outcome, Settings
 from tests.benchmarks.workspace import Workspace
 
-BENCHMARKS = ("attach", "load", "reads", "restart", "touch")
+BENCHMARKS = ("attach", "load", "reads", "restart", "shards", "touch")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -136,7 +136,7 @@ def write(
         with open(directory / name, "wb") as file:
             file.write(header)
             while not sparse and (missing := nbytes - file.tell()) > 0:
-                file.write(random.bytes(min(_PIECE_BYTES, missing)))
+                file.write(_finite_bf16(random, min(_PIECE_BYTES, missing)))
             file.truncate(nbytes)
             file.flush()
             os.fsync(file.fileno())  # or the first who opens it to load pays for that
@@ -145,6 +145,12 @@ def write(
         total = sum(place.tensor.nbytes for place in places)
         (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return Written(directory, tuple(places))
+
+
+def _finite_bf16(random: np.random.Generator, nbytes: int) -> bytes:
+    """Of magnitudes below two: a quantizer refuses what is not finite."""
+    words = np.frombuffer(random.bytes(nbytes + nbytes % 2), np.uint16)
+    return (words & 0xBFFF).tobytes()[:nbytes]
 
 
 def _header(tensors: Sequence[Tensor]) -> tuple[bytes, list[int]]:

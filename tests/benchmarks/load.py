@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,6 @@ _MEMORY = {
     True: "memory was settled before each load: taken, touched and given back (--no-settle leaves that out)",
     False: "memory was not settled: on a virtual machine, loads that its host has to find memory for take far longer",
 }
-_PREPARE: Mapping[State, Callable[[Sequence[Path]], None]] = {"warm": make_warm, "cold": make_cold}
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,11 @@ class Loads:
         return self.median_s / self.nbytes
 
 
+def prepare(state: State, files: Sequence[Path]) -> None:
+    """Bring the files' pages into that state of the page cache."""
+    (make_warm if state == "warm" else make_cold)(files)
+
+
 def run(settings: Settings, workspace: Workspace) -> Outcome:
     nbytes = int(settings.load_gib * GIB)
     require_memory(3 * nbytes, what="load")  # the files in the page cache, a copy, and buffers of the same size
@@ -157,7 +161,7 @@ def _measure(
     answers: list[list[dict[str, Any]]] = [[] for _ in chosen]
     turns = Turns(len(chosen), rounds=settings.rounds)
     for number in turns:
-        _PREPARE[state](written.files)
+        prepare(state, written.files)
         settle_nbytes = _fresh_nbytes(state, written) if settings.settle else 0
         answer = _load(chosen[number], workspace, written, sample, settle_nbytes=settle_nbytes)
         turns.add(number, answer["seconds"])

@@ -366,3 +366,18 @@ def test_options_that_cannot_be(options: dict[str, object], place: Place, attach
 def test_a_model_that_is_nothing(place: Place, attached: Attached, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption):
         attach(tmp_path / "nothing", runtime_dir=place.runtime_dir)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1.0, 0), (1, 0.0), ("1", 0), (0, 0), (2, 2), (10**30, 0)])
+def test_a_rank_that_no_daemon_can_have_is_no_reason_to_load_from_disk(
+    attached: Attached, size: object, rank: object
+) -> None:
+    """``host-tp0of1.0.sock`` is always absent, and what is absent is loaded from disk."""
+    with pytest.raises(InvalidOption):
+        attached(mode="client", tp_size=size, tp_rank=rank)
+
+
+@pytest.mark.parametrize("want", ["", "\udcff", "x" * 2000, 3])
+def test_a_want_that_no_daemon_can_be_asked_is_an_option_that_cannot_be_used(attached: Attached, want: object) -> None:
+    with pytest.raises(InvalidOption):
+        attached(want=want)

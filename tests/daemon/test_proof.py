@@ -30,6 +30,7 @@ def generation(*, digest: str | None = None, trusted: bool = True) -> Generation
         manifest_sha256="0" * 64,
         segments_nbytes=(),
         resident_nbytes=0,
+        bytes_kept=0,
         bytes_read=0,
         accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),
         receipts=CheckpointReceipts(OURS, trusted=trusted, rule="ext4 is trusted" if trusted else "fuse is not"),

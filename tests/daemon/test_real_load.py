@@ -36,6 +36,9 @@ def test_every_parameter_is_what_the_checkpoint_says(model: Path, runtime_dir: P
                 data = segment[row.offset : row.offset + row.nbytes]
                 assert bytes(data) == bf16_bits(name, row.shape).tobytes(), name
             assert manifest.meta.generation == grant.generation == report.generation
+            assert report.accounting == grant.accounting
+            assert report.accounting.loaded == report.accounting.expected == len(shapes)
+            assert report.bytes_kept == manifest.meta.bytes_kept == manifest.content_nbytes == report.bytes_read
             assert manifest.meta.fingerprint == report.fingerprint
             assert manifest.meta.receipts_version == grant.receipts_version
         assert served.report().attaches == {"granted": 1}  # receipts alone proved it

@@ -6,6 +6,7 @@ small checkpoint as ``$MODEL``; Python blocks become files. Commands that are no
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -54,7 +55,7 @@ class Shell:
 
     def run(self, script: str, *, then: str = "") -> str:
         """Standard output of ``script``, then of ``then``. Every line has to succeed; what was started is ended."""
-        ended = "kill $(jobs -p) 2>/dev/null; wait"
+        ended = "kill $(jobs -p) 2>/dev/null || true; wait"
         process = subprocess.Popen(
             ["bash", "-c", f"set -eo pipefail\ntrap '{ended}' EXIT\n{script}\n{then}"],
             cwd=self.directory,
@@ -83,7 +84,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_every_marked_block_is_run_by_a_test() -> None:
-    assert blocks().keys() == {"serve", "attach.py", "engine", "up", "supervise"}
+    assert blocks().keys() == {"serve", "attach.py", "engine", "up", "supervise", "plan", "verify", "snapshot"}
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -92,7 +93,7 @@ def test_serve_attach_and_engine(shell: Shell) -> None:
     output = shell.run(commands("serve"), then=f'python attach.py "$MODEL"\n{commands("engine")}')
     assert re.search(r"^default/host-tp0of1 +ready", output, re.M)
     assert re.search(r"^\d+ tensors, \d+ bytes from daemon, version (digest|receipts):[0-9a-f]{64}$", output, re.M)
-    assert "BindReport(" in output
+    assert re.search(r"^\d+ parameters, \d{6,} bytes of them shared$", output, re.M)
     assert "tensor([[" in output
     answers = re.findall(r"^(.+)\n\nstage ", output, re.M)
     assert len(answers) == 2, output
@@ -121,3 +122,26 @@ def test_weights_outlive_their_daemon(shell: Shell) -> None:
     generations = re.findall(r"^[0-9a-f]{32}$", output, re.M)
     assert len(generations) == 2, output
     assert generations[0] == generations[1]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_plan_from_headers(shell: Shell) -> None:
+    output = shell.run(commands("plan"))
+    assert re.search(r"^model\.layers\.\*\.self_attn\.qkv_proj\.weight +\d+ +column ", output, re.M)
+    (rank,) = json.loads((shell.directory / "plan.json").read_text())["ranks"]
+    assert rank["rank"] == "tp1of2"
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_what_is_served_is_verified_against_disk(shell: Shell) -> None:
+    output = shell.run(commands("verify"))
+    assert re.search(r"^tp0of1 .* \d+ equal +\d+ equal$", output, re.M)
+    assert "differs" not in output
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_cold_boot_from_a_snapshot(shell: Shell) -> None:
+    output = shell.run(commands("snapshot"), then="weightcached status --name cold")
+    assert len(re.findall("all digests right", output)) == 2
+    for rank in (0, 1):
+        assert re.search(rf"^cold/host-tp{rank}of2 +ready", output, re.M)

@@ -31,7 +31,7 @@ class Engine:
         self._log = log
 
     def held(self, model: Path, case: Case, rank: Rank) -> dict[str, Held]:
-        """What vLLM holds of the checkpoint ``model`` at ``rank``. Raises EngineError."""
+        """What vLLM holds of the checkpoint ``model`` at ``rank``, but what is its own. Raises EngineError."""
         answer = self._ask(
             model=str(model),
             tp=(rank.tp_rank, rank.tp_size),
@@ -43,6 +43,7 @@ class Engine:
         return {
             name: Held(found["dtype"], tuple(found["shape"]), found["sha256"], tuple(found["names"]))
             for name, found in answer["parameters"].items()
+            if not name.endswith(case.engine_only)
         }
 
     def _ask(self, **request: object) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -34,19 +35,32 @@ class Difference:
 
 
 def differences(engine: Mapping[str, Held], ours: Mapping[str, Held]) -> list[Difference]:
-    """Everything that differs, by name. Bytes of different shapes or dtypes are not worth a line of their own."""
+    """Everything that differs, by name. Bytes of different shapes or dtypes are not worth a line of their own.
+
+    An engine's modules hold each other, so it knows a layer's parameters under more names than one. It is enough that
+    we have one of them: a module that shares its parameters binds all. Names that are tied across layers we must have.
+    """
     return [found for name in sorted(engine.keys() | ours.keys()) for found in _of(name, engine, ours)]
 
 
 def _of(name: str, engine: Mapping[str, Held], ours: Mapping[str, Held]) -> Iterator[Difference]:
     theirs, mine = engine.get(name), ours.get(name)
+    if theirs is not None and mine is None and any(_is_wiring(name, other) for other in theirs.names if other in ours):
+        return
     if theirs is None or mine is None:
         yield Difference(name, "name", _presence(theirs), _presence(mine))
         return
     for field in fields(Held):
         a, b = getattr(theirs, field.name), getattr(mine, field.name)
+        if field.name == "names":
+            a = tuple(other for other in theirs.names if other in mine.names or not _is_wiring(other, name))
         if a != b and not (field.name == "sha256" and (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype)):
             yield Difference(name, field.name, a, b)
+
+
+def _is_wiring(name: str, other: str) -> bool:
+    """Whether both are names of one layer: ``…layers.0.mlp.gate.weight`` and ``…layers.0.mlp.experts.gate.weight``."""
+    return (layer := re.match(r".*?\.\d+\.", name)) is not None and other.startswith(layer[0])
 
 
 def _presence(held: Held | None) -> str:

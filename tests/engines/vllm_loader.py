@@ -20,6 +20,7 @@ import traceback
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -31,6 +32,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["VLLM_CACHE_ROOT"] = folder
         rank = FakeRank(f"file://{folder}/gloo")
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
@@ -47,8 +49,10 @@ class FakeRank:
 
     def __init__(self, init_method: str) -> None:
         import torch
+        from vllm.model_executor.models import registry
         from vllm.v1.worker.workspace import init_workspace_manager
 
+        registry._run_in_subprocess = lambda inspect: inspect()  # of a model's class; a process takes twenty seconds
         self._device = torch.device("cpu")
         self._init_method = init_method
         init_workspace_manager(self._device)
@@ -80,12 +84,15 @@ class FakeRank:
             held = _held(module)
         del module
         gc.collect()  # modules are cycles, and hundreds of them are made here
+        gc.freeze()  # the rest stays: looking at all that vLLM imports takes longer than loading
         return held
 
     def _become(self, tp: tuple[int, int], pp: tuple[int, int]) -> None:
         """Groups of one process, made anew because only models with experts have all, and then told otherwise."""
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
+        from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
 
+        _model_to_pp_missing_layer_names.clear()  # it knows models by their addresses, which others have after them
         parallel_state.destroy_model_parallel()
         init_distributed_environment(1, 0, self._init_method, local_rank=0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)

@@ -1,8 +1,14 @@
 """Models with experts, through the real executor: each rank's bytes are those of naive slicing with torch.
 
-Tensor, expert and pipeline parallelism, alone and together, for every family; and the oracle's case.
+Tensor, expert and pipeline parallelism, alone and together, for every family. The oracle's case is among those of
+test_oracle.py and test_execute.py.
 """
 
+import re
+import time
+import tracemalloc
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,6 +16,11 @@ from safetensors.torch import load_file
 from tests.support import expert_models
 from tests.support.execution import Outcome, load
 from tests.support.expert_shards import Spot, shard
+from tests.support.plans import cache_config, headers, parameters, plan
+from weightcached.loader.arithmetic import fp8_channel
+from weightcached.loader.checkpoint import open_checkpoint
+from weightcached.loader.plan import Cast, make_plan
+from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor
 
 FAMILIES = list(expert_models.CONFIGS)
 
@@ -56,3 +67,171 @@ def test_each_rank_has_the_bytes_that_slicing_whole_tensors_gives(model, spot):
             if name.endswith("e_score_correction_bias"):
                 expected[name] = value.to(torch.float32)
     assert bits(outcome) == naive_bits(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_that_transformers_writes(tmp_path, family):
+    """The small models of these tests are real ones, and their config.json as Transformers writes it will do, too."""
+    transformers = pytest.importorskip("transformers")
+    config = expert_models.config_of(family)
+    arguments = {key: value for key, value in config.items() if key != "architectures"}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**arguments))
+    model.save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        shapes = {name: header.shape for name, header in checkpoint.tensors.items()}
+        assert shapes == expert_models.shapes_of(config)
+        written = make_plan(checkpoint.tensors, checkpoint.config, cache_config(checkpoint.config))
+    ours = plan(config, headers(shapes))
+    assert [(p.name, p.shape) for p in written.parameters] == [(p.name, p.shape) for p in ours.parameters]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("asked", ["auto", "bfloat16", "float16"])
+def test_the_correction_of_scores_is_float32_whatever_is_asked_for(stored, asked):
+    config = expert_models.config_of("deepseek_v3")
+    made = parameters(plan(config, headers(expert_models.shapes_of(config), stored), dtype=asked))
+    bias = made["model.layers.2.mlp.gate.e_score_correction_bias"]
+    assert (bias.dtype, bias.transform) == ("float32", None if stored == "float32" else Cast("float32"))
+    assert made["model.layers.2.mlp.gate.weight"].dtype == (stored if asked == "auto" else asked)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "has"),
+    [("deepseek_v3", None, True), ("deepseek_v3", "greedy", False), ("deepseek_v2", None, False)],
+)
+def test_which_models_correct_scores(family, method, has):
+    config = expert_models.config_of(family, topk_method="noaux_tc" if has else "greedy")
+    shapes = expert_models.shapes_of(config)
+    config["topk_method"] = method
+    if method is None:
+        del config["topk_method"]
+    names = {parameter.name for parameter in plan(config, headers(shapes)).parameters}
+    assert ("model.layers.1.mlp.gate.e_score_correction_bias" in names) == has
+
+
+def test_draft_layers_are_ignored_with_the_reason_and_others_are_not():
+    config = expert_models.config_of("deepseek_v3")
+    shapes = expert_models.shapes_of(config)
+    drafts = {name.replace(".layers.2.", ".layers.3."): shapes[name] for name in shapes if ".layers.2." in name}
+    drafts |= {"model.layers.3.eh_proj.weight": (32, 64), "model.layers.3.enorm.weight": (32,)}
+    for pp in (1, 2):
+        accounting = plan(config, headers({**shapes, **drafts}), pp_size=pp, pp_rank=pp - 1).accounting
+        assert {name for name, reason in accounting.ignored.items() if "draft" in reason} == drafts.keys()
+    for name in ("model.layers.4.enorm.weight", "model.layers.30.enorm.weight"):
+        with pytest.raises(UnexpectedTensor, match=re.escape(name)):
+            plan(config, headers({**shapes, **drafts, name: (32,)}))
+    with pytest.raises(UnexpectedTensor, match="says 3 layers, the files have 4"):
+        plan({**config, "num_nextn_predict_layers": 0}, headers({**shapes, **drafts}))
+
+
+def test_a_missing_expert_of_this_rank_is_named_and_one_of_another_is_its_concern():
+    config = expert_models.config_of("mixtral")
+    tensors = headers(expert_models.shapes_of(config))
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    del tensors[name]
+    for rank, is_here in ((0, True), (1, False)):
+        if is_here:
+            with pytest.raises(MissingTensor) as caught:
+                plan(config, tensors, ep_size=2, ep_rank=rank)
+            assert caught.value.expected == name
+        else:
+            assert plan(config, tensors, ep_size=2, ep_rank=rank).accounting.balanced
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.6.up_proj.weight", "model.layers.1.mlp.gate.weight"])
+@pytest.mark.parametrize("spot", [Spot(), Spot(ep=2, ep_rank=1), Spot(pp=3, pp_rank=2)], ids=str)
+def test_one_expert_too_many_or_a_router_in_a_dense_layer_is_unexpected_on_every_rank(name, spot):
+    config = expert_models.config_of("qwen2_moe")
+    with pytest.raises(UnexpectedTensor) as caught:
+        plan(config, headers({**expert_models.shapes_of(config), name: (16, 32)}), **spot.options)
+    assert caught.value.found == name
+
+
+def test_a_model_without_shared_experts():
+    config = expert_models.config_of("deepseek_v3", n_shared_experts=None)
+    shapes = expert_models.shapes_of(expert_models.config_of("deepseek_v3"))
+    shapes = {name: shape for name, shape in shapes.items() if ".shared_experts." not in name}
+    assert plan(config, headers(shapes)).accounting.balanced
+
+
+@pytest.mark.parametrize("value", ["all", [1.5], {"0": True}])
+def test_a_list_of_dense_layers_that_is_none(value):
+    config = expert_models.config_of("qwen3_moe", mlp_only_layers=value)
+    with pytest.raises(ModelConfigError, match="mlp_only_layers"):
+        plan(config, {})
+
+
+@pytest.mark.parametrize("value", [-1, "1", 1.0, True])
+def test_a_number_of_dense_layers_that_is_none(value):
+    config = expert_models.config_of("deepseek_v3", first_k_dense_replace=value)
+    with pytest.raises(ModelConfigError, match="first_k_dense_replace"):
+        plan(config, {})
+
+
+def test_what_experts_are_to_a_reader_of_figures():
+    config = expert_models.config_of("mixtral")
+    tensors = headers(expert_models.shapes_of(config))
+    at = "model.layers.0.block_sparse_moe.experts.routed_experts"
+    for spot, kinds in ((Spot(tp=2), ("column", "row")), (Spot(ep=2), ("experts", "experts"))):
+        made = parameters(plan(config, tensors, **spot.options))
+        assert (made[f"{at}.w13_weight"].part_kind, made[f"{at}.w2_weight"].part_kind) == kinds
+
+
+@pytest.mark.parametrize("spot", [Spot(tp=2, tp_rank=1), Spot(ep=3, ep_rank=2)], ids=str)
+def test_fp8_takes_each_row_of_each_expert_as_a_channel_of_its_own(model, spot):
+    """What quantizing every expert by itself gives, in one parameter and one scale."""
+    config, directory, tensors = model
+    outcome = load(directory, layout="fused", quantization="fp8", **spot.options)
+    plain = shard(tensors, config, spot)
+    names = [name for name in plain if name.endswith(("w13_weight", "w2_weight"))]
+    assert names
+    for name in names:
+        scales = np.frombuffer(outcome.data[f"{name}_scale"], np.float32).reshape(*plain[name].shape[:-1], 1)
+        for expert, weight in enumerate(plain[name]):
+            quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+            (scale,) = fp8_channel(weight.float().contiguous(), quantized)
+            at = slice(expert * weight.numel(), (expert + 1) * weight.numel())
+            assert outcome.data[name][at] == quantized.view(torch.uint8).numpy().tobytes()
+            assert np.array_equal(scales[expert], scale.numpy())
+
+
+@pytest.fixture(scope="module")
+def huge():
+    """(config.json, headers) of DeepSeek-V3's layers, so many that there are 100,000 tensors."""
+    config = expert_models.config_of(
+        "deepseek_v3",
+        num_hidden_layers=133,
+        n_routed_experts=256,
+        first_k_dense_replace=3,
+        hidden_size=7168,
+        moe_intermediate_size=2048,
+        num_attention_heads=128,
+    )
+    return config, headers(expert_models.shapes_of(config))
+
+
+@pytest.mark.parametrize(
+    "spot",
+    [Spot(tp=8, tp_rank=3), Spot(ep=8, ep_rank=7, round_robin=True), Spot(tp=2, ep=4, pp=4, pp_rank=1)],
+    ids=str,
+)
+def test_100_000_tensors_of_experts_are_planned_within_two_seconds_and_200_mib(huge, spot):
+    """Those that this rank leaves to others have to be cheap, too: each is named in its account."""
+    config, tensors = huge
+    assert len(tensors) >= 100_000
+    # The best of a few: others may be working on this machine.
+    assert any(processor_seconds(lambda: plan(config, tensors, **spot.options)) <= 2.0 for _ in range(5))
+    tracemalloc.start()
+    try:
+        accounting = plan(config, tensors, **spot.options).accounting
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes <= 200 << 20
+    assert len(accounting.loaded) + len(accounting.ignored) == len(tensors)
+
+
+def processor_seconds(work) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started

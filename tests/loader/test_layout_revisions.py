@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_config
-from tests.support.plans import plan
+from tests.support.plans import FILE, headers, plan
+from tests.support.quantized import config_of, tensors_of
+from tests.support.quantized_cases import CASES
+from weightcached.loader.architectures import ARCHITECTURES
+from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.boxes import Box
 from weightcached.loader.layout import Placed, place
-from weightcached.loader.plan import Cast, PlannedParameter, Quantize
+from weightcached.loader.plan import Cast, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.config import LAYOUT_REVISIONS
 
 PINNED = {
@@ -57,6 +61,95 @@ def test_rules_change_only_with_their_revision(layout):
     )
 
 
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 24, "vocab_size": 100}
+FAMILIES = {
+    "BertModel": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForMaskedLM": tiny_config(max_position_embeddings=40, type_vocab_size=2, tie_word_embeddings=None),
+    "BertForSequenceClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "BertForTokenClassification": tiny_config(max_position_embeddings=40, type_vocab_size=2),
+    "GemmaForCausalLM": tiny_config(tie_word_embeddings=None),
+    "Gemma2ForCausalLM": tiny_config(tie_word_embeddings=None, attention_bias=True),
+    "Gemma3ForCausalLM": tiny_config(tie_word_embeddings=None),
+    "GPT2LMHeadModel": GPT2,
+    "Olmo2ForCausalLM": tiny_config(),
+    "Phi3ForCausalLM": tiny_config(tie_word_embeddings=True),
+}
+"""Families that came later, each with a digest of its own: another one does not change those that are there."""
+
+PINNED_FAMILIES = {
+    "BertModel": "3a8377e1359e4e6d",
+    "BertForMaskedLM": "f28162bd5f32f855",
+    "BertForSequenceClassification": "84c92a27c56932df",
+    "BertForTokenClassification": "c1bb09af504974b9",
+    "GemmaForCausalLM": "462b5578d23f3a21",
+    "Gemma2ForCausalLM": "136221d059aeea82",
+    "Gemma3ForCausalLM": "2293f99cca7df3d0",
+    "GPT2LMHeadModel": "e0f04e8aba7fcbd7",
+    "Olmo2ForCausalLM": "04bec99ebd0c13b8",
+    "Phi3ForCausalLM": "b2bb7ffdf73cc4b4",
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_family_s_rules_change_only_with_the_revision(architecture):
+    model = {**FAMILIES[architecture], "architectures": [architecture]}
+    table = ARCHITECTURES[architecture]
+    wanted = table.wanted(table.shape_of(model), Rank(1, 0))
+    tensors = headers({part.source: part.shape for one in wanted for part in one.parts})
+    described = [
+        [describe(placed) for placed in place(plan(model, tensors, tp_size=size, tp_rank=size - 1)).placed]
+        for size in (1, 2, 4)
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_FAMILIES.get(architecture) == digest, (
+        f"the rules of {architecture} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
+    )
+
+
+PINNED_QUANTIZED = {
+    "fp8, one scale a tensor": "0a86834318acfab7",
+    "fp8, static inputs": "9e3cfd349f39794b",
+    "fp8, blocks": "18989187c3215fee",
+    "fp8, channels": "9b0de7ed30d560ea",
+    "fp8, channels in bfloat16": "c131350a78ff600b",
+    "compressed-tensors fp8, static": "9e3cfd349f39794b",
+    "compressed-tensors fp8, blocks": "1ef36350e5688b15",
+    "int8, channels": "ae8d2497b4c22385",
+    "int8, static inputs with zero points": "d71d5ad637d5fc89",
+    "int4, groups": "a4e82fe8313a3aee",
+    "int4, groups with zero points": "17434057673b753d",
+    "int4, channels": "c42d3194dec8d2f4",
+    "int8 packed, groups": "a3a8a00abcb34bb7",
+    "int4, activation order by group": "12d7b5cce8549390",
+    "awq": "3535e745f8f0b5b1",
+    "gptq": "574a9aa8837834ca",
+    "gptq without g_idx": "574a9aa8837834ca",
+    "gptq of 8 bits, one group": "576fc19b320eda69",
+    "gptq, activation order": "5eab6711dcd00ddc",
+}
+"""Ways in which checkpoints are quantized already, each with a digest of its own."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rules_of_a_quantized_checkpoint_change_only_with_the_revision(case):
+    quantization, scheme = CASES[case]
+    model = config_of(quantization, num_hidden_layers=1)
+    tensors = {
+        name: TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), FILE, 0, 0)
+        for name, tensor in tensors_of(model, scheme).items()
+    }
+    described = [
+        [describe(placed) for placed in place(plan(model, tensors, tp_size=size, tp_rank=size - 1)).placed]
+        for size in (1, 2, 4)
+    ]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_QUANTIZED.get(case) == digest, (
+        f"the rules of {case} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
+    )
+
+
 def describe(placed: Placed) -> list:
     """What decides the bytes of one parameter, without anything that is only told to people."""
     parameter = placed.parameter
@@ -78,8 +171,8 @@ def box(value: Box) -> list:
 
 def transform(parameter: PlannedParameter) -> list:
     match parameter.transform:
-        case Cast(dtype):
-            return ["cast", dtype]
+        case Cast(dtype, finite):
+            return ["cast", dtype, *(["finite"] if finite else [])]
         case Quantize(method, shape, products):
             return [method.spelled, shape, [[one.name, one.shape, one.dtype, one.rows] for one in products]]
     return []

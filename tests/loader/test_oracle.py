@@ -15,7 +15,6 @@ from tests.support.checkpoints import ORACLE, ORACLE_CASES, make_checkpoint
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.plan import LoadPlan, make_plan
 from weightcached.protocol.config import build_config
-from weightcached.protocol.errors import UnsupportedModel
 
 
 def plan_of(directory: Path, **options) -> LoadPlan:
@@ -67,16 +66,6 @@ def test_sharded_files_make_the_same_parameters_as_one_file(tmp_path):
         made.append(naive.short_digests(naive.execute(plan, directory)))
     assert made[0] == made[1]
     assert len(made[0]) == 27
-
-
-@pytest.mark.parametrize("name", ["mixtral", "phi3"])
-def test_families_without_a_table_are_refused_with_a_way_out(tmp_path, name):
-    directory = make_checkpoint(tmp_path, name)
-    with pytest.raises(UnsupportedModel) as refused:
-        plan_of(directory, layout="fused", tp_size=1, tp_rank=0)
-    assert json.loads((directory / "config.json").read_text())["architectures"][0] in refused.value.message
-    assert "LlamaForCausalLM" in str(refused.value.expected)
-    assert "--layout hf" in (refused.value.next_step or "")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "phi3", "llama-sharded"])

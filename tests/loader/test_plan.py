@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.checkpoints import tiny_config, tiny_shapes
 from tests.support.plans import FILE, cache_config, headers, parameters, plan
+from tests.support.unprivileged import ROOT
 from weightcached.loader.architectures import ARCHITECTURES
 from weightcached.loader.boxes import Box
 from weightcached.loader.plan import Cast, PlannedParameter, TensorHeader, make_plan
@@ -29,12 +30,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.quantization import Quantization
 
-FAMILIES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 LINEAR = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-
-
-def test_the_families_with_a_table():
-    assert set(ARCHITECTURES) >= set(FAMILIES)
 
 
 def test_order_and_kinds_of_a_rank_s_parameters():
@@ -91,7 +87,9 @@ def test_a_row_parallel_bias_is_whole_on_every_rank(rank):
     assert [copy.source for copy in bias.copies] == [Box((0,), (32,))]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
 def test_what_transformers_takes_for_keys_that_are_absent(architecture):
     """Head size and key/value heads, where config.json leaves them out: as the family's own config class has them."""
     transformers = pytest.importorskip("transformers")
@@ -253,10 +251,14 @@ def refused(error, **options):
 
 
 def test_an_architecture_without_a_table():
-    error = refused(UnsupportedModel, model=tiny_config(architecture="GPT2LMHeadModel"), tensors={})
-    assert "GPT2LMHeadModel" in str(error)
+    """What is known is listed, a way out that works at once is named, and a page that says how to add a table."""
+    error = refused(UnsupportedModel, model=tiny_config(architecture="NewForCausalLM"), tensors={})
+    assert "NewForCausalLM" in str(error)
     assert "--layout hf" in error.next_step
-    assert "Qwen3ForCausalLM" in error.expected
+    assert "loader/architectures/README.md" in error.next_step
+    assert (ROOT / "loader/architectures/README.md").is_file()
+    assert set(error.expected.split(", ")) == set(ARCHITECTURES)
+    assert plan(tiny_config(architecture="NewForCausalLM"), {}, layout="hf").parameters == ()
 
 
 @pytest.mark.parametrize(("size", "what"), [(8, "4 query heads"), (3, "vocabulary of 100, padded to 128")])
@@ -286,22 +288,15 @@ def test_each_dimension_that_does_not_divide_is_named(sizes, size, what):
 def test_layout_hf_has_one_rank():
     error = refused(UnsupportedModel, layout="hf", tp_size=2)
     assert "--layout fused" in error.next_step
-    error = refused(UnsupportedModel, model=tiny_config(architecture="BertModel"), tensors={}, layout="hf", tp_size=2)
+    unknown = tiny_config(architecture="NewForCausalLM")
+    error = refused(UnsupportedModel, model=unknown, tensors={}, layout="hf", tp_size=2)
     assert "--layout fused" not in error.next_step
-    assert "BertModel" in error.next_step
+    assert "NewForCausalLM" in error.next_step
+    assert "loader/architectures/README.md" in error.next_step
 
 
 def test_layout_hf_quantizes_nothing():
     assert "--layout fused" in refused(UnsupportedModel, layout="hf", quantization="fp8").next_step
-
-
-@pytest.mark.parametrize("kind", ["pp", "ep", "dp"])
-@pytest.mark.parametrize("layout", ["hf", "fused"])
-def test_other_kinds_of_parallelism(kind, layout):
-    config = cache_config(tiny_config(), layout=layout)
-    parallel = config.parallel.model_copy(update={f"{kind}_size": 2})
-    with pytest.raises(UnsupportedModel, match=f"{kind} size 2"):
-        make_plan({}, tiny_config(), config.model_copy(update={"parallel": parallel}))
 
 
 def test_a_layout_or_revision_of_another_release():
@@ -311,9 +306,12 @@ def test_a_layout_or_revision_of_another_release():
             make_plan({}, tiny_config(), config.model_copy(update=update))
 
 
-def test_a_quantized_checkpoint_has_no_fused_layout_yet():
-    model = tiny_config(quantization_config={"quant_method": "gptq"})
-    assert "--layout hf" in refused(UnsupportedModel, model=model).next_step
+def test_a_quantization_that_nobody_knows_here():
+    model = tiny_config(quantization_config={"quant_method": "bitsandbytes"})
+    error = refused(UnsupportedModel, model=model)
+    assert "bitsandbytes" in error.message
+    assert error.expected == "awq, compressed-tensors, fp8, gptq, mxfp4"
+    assert "--layout hf" in error.next_step
     assert plan(model, layout="hf").parameters
 
 

@@ -13,6 +13,7 @@ from tests.support.checkpoints import tiny_config
 from tests.support.partitions import header, partitioned
 from tests.support.plans import cache_config
 from weightcached.loader import reading
+from weightcached.loader.access import Buffered, Direct, Mapped
 from weightcached.loader.accounting import account
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter
@@ -33,11 +34,11 @@ def files_of(tensors, offset=64):
         yield files
 
 
-def filled(parameter, tensors, slab_nbytes=1 << 20):
+def filled(parameter, tensors, slab_nbytes=1 << 20, way=Buffered):
     """(array, bytes read) of the parameter, from real files."""
     made, read_nbytes = [], 0
     with files_of(tensors) as files:
-        reader = Reader(files)
+        reader = Reader(way(files))
         for slab in slabs(parameter, slab_nbytes=slab_nbytes):
             buffer = bytearray(b"\xff" * slab.source_nbytes)
             read_nbytes += reader.fill(slab, memoryview(buffer))
@@ -46,12 +47,12 @@ def filled(parameter, tensors, slab_nbytes=1 << 20):
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(partitioned(), st.integers(1, 40), st.integers(1, 12))
-def test_any_partition_is_read_as_numpy_would(monkeypatch, case, slab_nbytes, band_nbytes):
+@given(partitioned(), st.integers(1, 40), st.integers(1, 12), st.sampled_from([Buffered, Direct, Mapped]))
+def test_any_partition_is_read_as_numpy_would(monkeypatch, case, slab_nbytes, band_nbytes, way):
     monkeypatch.setattr(reading, "BAND_NBYTES", band_nbytes)
     parameter, tensors = case
     plan = LoadPlan(cache_config(tiny_config()), (parameter,), account(expected=(), present=(), ignored={}))
-    got, _ = filled(parameter, tensors, slab_nbytes)
+    got, _ = filled(parameter, tensors, slab_nbytes, way)
     assert (got == naive.execute(plan, tensors)["p"]).all()
 
 
@@ -64,7 +65,7 @@ def test_a_transposed_part_is_read_once_whatever_its_size(dtype, rows):
     parameter = PlannedParameter("p", (rows, 70), dtype, dtype, (copy,))
     got, read_nbytes = filled(parameter, {"t": values})
     assert (got == values[10:80, rows : 2 * rows].T).all()
-    assert got.nbytes <= read_nbytes <= sum(nbytes for _, _, nbytes in requests(parameter)) <= values.nbytes
+    assert got.nbytes <= read_nbytes <= sum(nbytes for _, nbytes in requests(parameter)) <= values.nbytes
 
 
 def test_parts_stand_beside_each_other_as_columns_of_many_matrices():

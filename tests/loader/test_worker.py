@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint, raw_tensor, write_checkpoint
+from tests.support.checkpoints import make_checkpoint, raw_tensor, tiny_llama, write_checkpoint
 from tests.support.execution import load
 from tests.support.resources import nothing_left_behind
 from tests.support.workers import GENERATION, TIMEOUT_S, VERSION, Running, worker
@@ -149,7 +149,9 @@ def test_a_bad_checkpoint_is_reported_before_any_memory_is_asked_for(model, spoi
 
 
 def test_a_model_without_rules_is_reported(tmp_path):
-    directory = make_checkpoint(tmp_path / "phi3", "phi3")
+    directory = tiny_llama(tmp_path / "unheard-of")
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(config.replace("LlamaForCausalLM", "UnheardOfForCausalLM"))
     with worker() as running:
         running.send_job(directory, config_of(directory))
         failed = running.failure()

@@ -1,9 +1,10 @@
-"""Files that others wrote: the index, the sidecar, ``config.json``, an entry of the digest cache. Each is understood,
-or ends in its own error; none is waited for.
+"""Files that others wrote: the index, the sidecar, ``config.json``, an entry of the digest cache, a snapshot. Each is
+understood, or ends in its own error; none is waited for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -19,6 +20,7 @@ from tests.support.checkpoints import tiny_config
 from tests.support.fuzzing import JSON_VALUES, MIB, altered, damaged, ends_in
 from weightcached.protocol.config import (
     CacheConfig,
+    Parallel,
     abbreviated,
     build_config,
     differing_entries,
@@ -34,11 +36,15 @@ from weightcached.protocol.errors import (
     ModelConfigError,
     PickleRefused,
     ProtocolError,
+    SnapshotMismatch,
 )
 from weightcached.protocol.framing import encode_frame
 from weightcached.protocol.index_file import parse_index
+from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.messages import CLIENT_TO_DAEMON
 from weightcached.protocol.sidecar import SIDECAR_NAME, Sidecar, read_sidecar
+from weightcached.protocol.snapshot import open_snapshot
+from weightcached.protocol.testing import TensorBytes, honest_grant
 
 MODEL = tiny_config()
 CONFIG = json.dumps(MODEL).encode()
@@ -96,6 +102,39 @@ def test_an_entry_of_the_digest_cache(folder: Path, raw: bytes) -> None:
     assert digest is None or HEX.fullmatch(digest)
     assert len(warnings) == (digest is None)
     assert all(warning.isprintable() for warning in warnings)
+
+
+@pytest.fixture(scope="module")
+def snapshot_manifest() -> bytes:
+    config = CacheConfig(
+        architecture="A", layout="hf", layout_revision=1, parallel=Parallel(tp_size=1, tp_rank=0), model={}
+    )
+    tensors = {"a": TensorBytes("uint8", (5,), b"bytes"), "b": TensorBytes("float16", (0, 4), b"")}
+    with honest_grant(tensors, config=config, digest="d" * 64) as granted:
+        return granted.manifest
+
+
+@given(data=st.data(), is_summed=st.booleans())
+def test_a_snapshot(folder: Path, snapshot_manifest: bytes, data: st.DataObject, is_summed: bool) -> None:
+    """Damaged after it was written, or written by somebody who knows the form: with the right sum."""
+    written = snapshot_file(snapshot_manifest)
+    raw = snapshot_file(data.draw(damaged(snapshot_manifest))) if is_summed else data.draw(damaged(written))
+    rank = folder / "snapshot" / "host-tp0of1"
+    rank.mkdir(parents=True, exist_ok=True)
+    (rank / "manifest").write_bytes(raw)
+    generation = Manifest.decode(snapshot_manifest).meta.generation
+    (rank / f"{generation}.0").write_bytes(b"bytes")
+
+    def use() -> str:
+        with open_snapshot(folder / "snapshot", "host-tp0of1") as opened:
+            return opened.digest
+
+    digest = ends_in((CheckpointError, SnapshotMismatch), use)
+    assert digest is None or HEX.fullmatch(digest)
+
+
+def snapshot_file(manifest: bytes) -> bytes:
+    return b"WCDSNAP1" + hashlib.sha256(manifest).digest() + manifest
 
 
 def use_config(directory: Path) -> CacheConfig:

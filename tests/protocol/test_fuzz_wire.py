@@ -144,7 +144,7 @@ HONEST: dict[str, tuple[Dialect, Message]] = {
                     accounting=COUNTS,
                 ),
                 Progress(stage="load", bytes_done=1, bytes_total=2),
-                Done(manifest_nbytes=1, resident_nbytes=2, bytes_read=3, seconds={"load": 0.5}),
+                Done(manifest_nbytes=1, resident_nbytes=2, bytes_read=3, bytes_kept=3, seconds={"load": 0.5}),
                 Failed(code="bad_header", message="no"),
             ],
         ),

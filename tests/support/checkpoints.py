@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 ORACLE = Path(__file__).resolve().parent.parent / "oracle"
-ORACLE_CASES = ("llama", "llama-tied", "llama-sharded", "qwen2", "qwen3")
-"""Cases of the families that the ``fused`` layout covers."""
+ORACLE_CASES = ("llama", "llama-tied", "llama-sharded", "mixtral", "phi3", "qwen2", "qwen3")
+"""All of its cases."""
 
 INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "BOOL": 1, "F8_E4M3": 1}

@@ -283,11 +283,16 @@ def arguments_for(
     tp_rank: int = 0,
     dtype: str = "auto",
     quantization: str = "none",
+    **ranks: object,
 ) -> list[str]:
-    """Arguments of `weightcached serve`, with the digest cache beside the sockets and logs as JSON."""
+    """Arguments of `weightcached serve`, with the digest cache beside the sockets, logs as JSON. ``ranks``: of stages
+    and experts.
+    """
     arguments = ["serve", "--model", str(model), "--runtime-dir", str(runtime_dir), "--name", name]
     arguments += ["--layout", layout, "--tp-size", str(tp_size), "--tp-rank", str(tp_rank), "--dtype", dtype]
     arguments += ["--quantization", quantization, "--cache-dir", str(runtime_dir / "digests"), "--log-format", "json"]
+    for option, value in ranks.items():
+        arguments += [f"--{option.replace('_', '-')}", str(value)]
     return arguments
 
 
@@ -302,7 +307,8 @@ def start(
     **options: Any,
 ) -> Daemon:
     """Start a daemon and return at once. The caller stops it. ``extra`` are further arguments of `serve`."""
-    place = Place(runtime_dir, name, host_device(tp_size=options.get("tp_size", 1), tp_rank=options.get("tp_rank", 0)))
+    ranks = {"tp_size": 1, "tp_rank": 0} | {key: options[key] for key in options if key.endswith(("_size", "_rank"))}
+    place = Place(runtime_dir, name, host_device(**ranks))
     process = subprocess.Popen(
         [*command, *arguments_for(model_dir, runtime_dir, name=name, **options), *extra],
         cwd=ROOT,

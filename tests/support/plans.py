@@ -26,13 +26,16 @@ def headers(shapes: Mapping[str, tuple[int, ...]], dtype: str = "bfloat16") -> d
 
 
 def cache_config(model: Mapping[str, Any], **options: Any) -> CacheConfig:
-    """The cache's config over ``model`` (``config.json``). Options: layout, tp_size, tp_rank, dtype, quantization."""
+    """The cache's config over ``model`` (``config.json``). Options: layout, dtype, quantization, and `Parallel`'s."""
     layout = options.get("layout", "fused")
     return CacheConfig(
         architecture=model["architectures"][0],
         layout=layout,
         layout_revision=LAYOUT_REVISIONS[layout],
-        parallel=Parallel(tp_size=options.get("tp_size", 1), tp_rank=options.get("tp_rank", 0)),
+        parallel=Parallel(
+            **{"tp_size": 1, "tp_rank": 0}
+            | {name: value for name, value in options.items() if name in Parallel.model_fields}
+        ),
         model=dict(model),
         dtype=options.get("dtype", "auto"),
         quantization=Quantization.named(options.get("quantization", "none")),

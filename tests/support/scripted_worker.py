@@ -192,7 +192,9 @@ def report(channel: Channel, job: Job, memory: Memory) -> None:
     if lie != "unsealed":
         host.seal(fd)
     announced = len(data) + (1 if lie == "short" else 0)
-    done = Done(manifest_nbytes=announced, resident_nbytes=NBYTES, bytes_read=NBYTES, seconds=seconds)
+    done = Done(
+        manifest_nbytes=announced, resident_nbytes=NBYTES, bytes_read=NBYTES, bytes_kept=NBYTES, seconds=seconds
+    )
     channel.send(done, [] if lie == "missing" else [fd])
 
 

@@ -64,6 +64,8 @@ class Case:
     """vLLM's: arguments of ``EngineArgs``."""
     edit: Callable[[dict[str, Any], Tensors], None] | None = None
     """Turns ``config.json`` and the tensors into those of another checkpoint, in place: a quantized one, say."""
+    engine_only: tuple[str, ...] = ()
+    """Endings of the names that only the engine has: what the checkpoint does not have and it starts from."""
 
     def ranks(self) -> Iterator[Rank]:
         """All of them, those of small arrangements first."""

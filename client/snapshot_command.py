@@ -1,0 +1,169 @@
+"""``weightcached snapshot save|load``: a rank's finished shard on disk, so that a cold boot reads only what it keeps.
+
+``save`` attaches like an engine (to the daemon, or to the disk where there is none) and writes what it gets; ``load``
+loads a snapshot as ``serve --snapshot`` would, into memory of its own, checks every digest, says how long that took,
+and lets go of it. Owns both commands' options, order and exit codes: 0 done · 1 it could not be done: no weights,
+another configuration or content, a snapshot that is not whole, a disk that is full · 64 bad options. With ``--json`` an
+error is one line too, ``{"error": {"code": …, "message": …, …}}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+from weightcached.client.attach import Mode, attach
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.config import CacheConfig, build_config
+from weightcached.protocol.content import version_of
+from weightcached.protocol.digest_cache import DigestCache, cache_directory
+from weightcached.protocol.digests import digest_of
+from weightcached.protocol.errors import InvalidOption, WeightCacheError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.filesystems import checked_name
+from weightcached.protocol.hub import resolve
+from weightcached.protocol.manifest import Manifest, encode_manifest
+from weightcached.protocol.memory import host
+from weightcached.protocol.memory.admission import admit
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
+from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.ranks import device_of
+from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
+from weightcached.protocol.snapshot import open_snapshot, write_snapshot
+from weightcached.protocol.text import binary_size, one_line
+
+_FAILED_EXIT = 1
+_EXIT_CODES = """\
+exit codes: 0 done; 1 it could not be done: no weights, another configuration or content, a snapshot that is not whole,
+a disk that is full; 64 bad options"""
+
+
+def main(argv: list[str]) -> int:
+    """Run one of both; the exit code."""
+    given = _parser().parse_args(argv)
+    work = _save if given.command == "save" else _load
+    try:
+        shards, model_dir = shards_of(given), resolve(given.model)
+        done = [work(given, model_dir, build_config(model_dir, **shard), shard) for shard in shards]
+    except WeightCacheError as error:
+        if given.json:
+            print(json.dumps({"error": error.as_fields()}))
+        else:
+            print(f"weightcached snapshot {given.command}: {error}", file=sys.stderr)
+        return USAGE_EXIT if isinstance(error, InvalidOption) else _FAILED_EXIT
+    if given.json:
+        print(json.dumps({"snapshots": done}))
+    else:
+        print("\n".join(one_line(_described(one)) for one in done))
+    return 0
+
+
+def _described(done: dict[str, Any]) -> str:
+    rate = f"{binary_size(done['nbytes'])} in {done['seconds']:.2f} s"
+    return f"{done['path']}: {done['parameters']} parameters, {rate}, {done['what']}, content digest {done['digest']}"
+
+
+def _save(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
+    allowed = allow_list(given)
+    trusted = tuple(map(checked_name, given.trust_filesystem))
+    digest = (
+        given.digest or digest_of(model_dir, DigestCache(cache_directory(given.cache_dir)), also_trusted=trusted).hex
+    )
+    with attach(
+        model_dir,
+        **shard,
+        mode=given.mode,
+        name=given.name or DEFAULT_NAME,
+        runtime_dir=given.runtime_dir,
+        digest=digest,
+        timeout_s=given.timeout,
+        cache_dir=given.cache_dir,
+        allow_uids=allowed.uids,
+        allow_gids=allowed.gids,
+        trusted_filesystems=trusted,
+        engine_name="weightcached snapshot",
+    ) as weights:
+        weights.verify()
+        started_s = time.monotonic()
+        manifest = _with_digest(weights.manifest, config, digest)
+        folder = write_snapshot(
+            Path(given.directory), device_of(config.parallel), manifest=manifest, segments=weights.memory()
+        )
+        seconds, what = time.monotonic() - started_s, f"from the {weights.source}"
+        return _done(folder, weights.manifest, seconds, what, digest)
+
+
+def _with_digest(manifest: Manifest, config: CacheConfig, digest: str) -> bytes:
+    """The manifest with the content's digest, which may not have been known when the weights were loaded."""
+    version = version_of(config.rankless_fingerprint, digest=digest, receipts=None)
+    meta = manifest.meta.model_copy(update={"digest": digest, "version": version})
+    return encode_manifest(meta, list(manifest), manifest.accounting)
+
+
+def _load(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
+    from weightcached.loader.snapshot import placement_of, restore
+
+    with open_snapshot(Path(given.directory), device_of(config.parallel)) as snapshot:
+        snapshot.require_config(config)
+        placement = placement_of(snapshot)
+        admit(placement.segment_nbytes)
+        with OwnedFds([host.allocate(placement.segment_nbytes, name="weightcached:snapshot")]) as memory:
+            restored = restore(snapshot, placement, memory[0])
+        return _done(snapshot.folder, snapshot.manifest, restored.seconds["load"], "all digests right", snapshot.digest)
+
+
+def _done(folder: Path, manifest: Manifest, seconds: float, what: str, digest: str) -> dict[str, Any]:
+    return {
+        "path": str(folder),
+        "parameters": len(manifest),
+        "nbytes": sum(manifest.meta.segments_nbytes),
+        "seconds": round(seconds, 6),
+        "what": what,
+        "digest": digest,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="weightcached snapshot",
+        description="Save a rank's finished shard to disk, and try to load it. `weightcached serve --snapshot DIR`\n"
+        "loads it for good: it reads only what it keeps, in order, and needs no more of the model than config.json.",
+        epilog=_EXIT_CODES,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="save|load")
+    save = commands.add_parser(
+        "save",
+        help="write the shards that daemons serve",
+        description="Write the shards that daemons serve (without a daemon: loaded from disk) as a snapshot.",
+        epilog=_EXIT_CODES,
+    )
+    load = commands.add_parser(
+        "load",
+        help="try a snapshot",
+        description="Load a snapshot into memory, check every digest, say how long it took, and let go of it.",
+        epilog=_EXIT_CODES,
+    )
+    for one in (save, load):
+        one.add_argument("model", metavar="MODEL", help="a checkpoint directory (config.json suffices), or a hub id")
+        one.add_argument("directory", metavar="DIR", help="the snapshot's directory, with a folder for each rank")
+        add_shard_arguments(one)
+        add_rank_filters(one)
+        one.add_argument("--json", action="store_true", help="one JSON document")
+    save.add_argument(
+        "--mode",
+        choices=get_args(Mode),
+        default="client",
+        help="client: from the daemon, from disk where there is none; require: from the daemon; off: from disk",
+    )
+    save.add_argument("--digest", metavar="HEX", help="the content's digest, where the weights are not to be seen here")
+    save.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each attach (default: 600)")
+    save.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
+    save.add_argument(
+        "--trust-filesystem", metavar="TYPE", action="append", default=[], help="believe inode and ctime there too"
+    )
+    add_place_arguments(save, name=NAME_OF_ONE)
+    return parser

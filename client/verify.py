@@ -1,0 +1,97 @@
+"""Are a daemon's resident weights what they should be? Compares one rank, and says it name by name.
+
+Owns two comparisons: with the manifest's digests (:func:`against_manifest`), and with what the naive reference makes of
+a checkpoint on disk (:func:`against_disk`). Prints nothing; ``verify_command.py`` does. torch and the reference are
+imported only for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weightcached.client.weights import WeightSet
+from weightcached.protocol.config import CacheConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightcached.loader.reference import Reference
+
+Verdict = Literal["equal", "differs", "missing", "extra", "not compared"]
+"""``missing``: a tensor on disk that no resident parameter came from, though nothing says that it is ignored.
+``extra``: a resident parameter for which the files have no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is to be said of one name. ``why`` is empty where it is equal."""
+
+    name: str
+    verdict: Verdict
+    why: str = ""
+
+
+def against_manifest(weights: WeightSet) -> list[Finding]:
+    """Every parameter's resident bytes against its digest in the manifest. Blocks for one pass over the memory."""
+    differing = set(weights.differing())
+    return [
+        Finding(row.name, "differs", f"its bytes are not those of digest {row.digest.hex()}")
+        if row.name in differing
+        else Finding(row.name, "equal")
+        for row in weights.manifest
+        if row.alias_of is None
+    ]
+
+
+def against_disk(weights: WeightSet, model_dir: Path, config: CacheConfig) -> list[Finding]:
+    """Every parameter against the naive reference's, and every tensor on disk that came into none. Blocks for reading
+    the checkpoint, more than once where parameters share tensors. Raises CheckpointError when it cannot be read.
+    """
+    from weightcached.loader.reference import Reference
+
+    with Reference(model_dir, config) as reference:
+        findings = [_compared(name, weights, reference) for name in weights]
+        if all(finding.verdict != "not compared" for finding in findings):
+            findings += _missing(weights, reference)
+        return findings
+
+
+def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
+    from weightcached.loader.reference import NotCompared, NotOnDisk
+
+    try:
+        expected = reference.parameter(name)
+    except NotCompared as reason:
+        return Finding(name, "not compared", str(reason))
+    except NotOnDisk as tensor:
+        return Finding(name, "extra", f"no file has tensor {tensor}")
+    why = _difference(expected, weights[name])
+    return Finding(name, "equal") if why is None else Finding(name, "differs", why)
+
+
+def _missing(weights: WeightSet, reference: Reference) -> Iterator[Finding]:
+    left = reference.tensors - reference.used - weights.accounting.ignored.keys()
+    yield from (Finding(name, "missing", "a tensor on disk that no parameter came from") for name in sorted(left))
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
+    """In which bytes the two differ, in words; NaN is as good as its bits."""
+    if (expected.dtype, expected.shape) != (found.dtype, found.shape):
+        return f"{found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
+    theirs, ours = (_elements(tensor) for tensor in (expected, found))
+    differing = (theirs != ours).any(dim=1).nonzero().flatten()
+    if not len(differing):
+        return None
+    first = int(differing[0])
+    values = (tensor.flatten()[first].item() for tensor in (found, expected))
+    return f"{len(differing)} of {len(ours)} elements, the first is {first}: {' instead of '.join(map(str, values))}"
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes, one row for each element."""
+    import torch
+
+    return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.element_size())

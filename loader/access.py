@@ -1,0 +1,213 @@
+"""Access: one way each in which bytes of an open file come into buffers, and what is known of a file before.
+
+Owns the system calls of the four strategies. Opens nothing of its own accord but second descriptors of files it was
+given. Thread-safe. What is read, and in which pieces, is `reading.py`'s; which way is taken is `strategy.py`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from weightcached.loader.reading import VECTORS_MAX, Access
+from weightcached.loader.strategy import FileFacts, Strategy
+from weightcached.protocol.errors import DeploymentError
+from weightcached.protocol.filesystems import file_system_of
+
+ADVISED_NBYTES = 128 << 10
+"""At most so much is advised at a time: of more, the kernel reads no further than its own window reaches."""
+
+DIRECT_NBYTES = 2 << 20
+"""What is read past the page cache at a time."""
+
+_BLOCK_NBYTES = 4096
+_CACHESTAT = 451
+"""The system call's number on every architecture (Linux 6.5)."""
+_NO_ADVICE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE})
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def accessing(files: Mapping[str, int], strategy: Strategy) -> Iterator[Access]:
+    """The way that the strategy names, to ``files`` (name → descriptor). Raises DeploymentError where a file cannot be
+    read that way.
+    """
+    with ExitStack() as stack:
+        if strategy.name == "direct":
+            direct = Direct(files)
+            stack.callback(direct.close)
+            yield direct
+        elif strategy.name == "mmap":
+            yield Mapped(files)
+        else:
+            yield Buffered(files, strategy.exact)
+
+
+def look(files: Mapping[str, int]) -> dict[str, FileFacts]:
+    """What is known of each file, by a few system calls. Reads no byte from a disk."""
+    return {name: _facts(fd) for name, fd in files.items()}
+
+
+def _facts(fd: int) -> FileFacts:
+    try:
+        os.close(_reopened(fd))
+        direct = True
+    except OSError:
+        direct = False
+    nbytes = os.fstat(fd).st_size
+    return FileFacts(nbytes, file_system_of(fd), _cached_nbytes(fd) / nbytes if nbytes else 1.0, direct)
+
+
+class Buffered:
+    """Through the page cache."""
+
+    def __init__(self, files: Mapping[str, int], exact: Container[str] = ()) -> None:
+        """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of."""
+        self._files = files
+        self._exact = exact
+        for name, fd in files.items():
+            _advise(fd, 0, 0, os.POSIX_FADV_RANDOM if name in exact else os.POSIX_FADV_SEQUENTIAL)
+
+    def expect(self, file: str, offset: int, nbytes: int) -> None:
+        """Fills the page cache with these bytes of an exact file, unless they are there."""
+        fd = self._files[file]
+        if file not in self._exact or _is_cached(fd, offset + nbytes - 1):
+            return
+        for start in range(offset, offset + nbytes, ADVISED_NBYTES):
+            _advise(fd, start, min(ADVISED_NBYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
+
+    def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
+        fd, wanted = self._files[file], sum(map(len, buffers))
+        done = os.preadv(fd, buffers, offset)
+        while done < wanted:
+            more = os.preadv(fd, list(_unfilled(buffers, done))[:VECTORS_MAX], offset + done)
+            if not more:
+                raise EOFError(done)
+            done += more
+
+
+class Mapped:
+    """Out of mappings of the files, which last as long as this. A file that becomes shorter meanwhile kills the process
+    (SIGBUS), so this is for workers.
+    """
+
+    def __init__(self, files: Mapping[str, int]) -> None:
+        self._views = {name: _mapped(fd) for name, fd in files.items()}
+
+    def expect(self, file: str, offset: int, nbytes: int) -> None:
+        """Nothing: the kernel reads ahead of the faults."""
+
+    def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
+        view = self._views[file]
+        if offset + sum(map(len, buffers)) > len(view):
+            raise EOFError(max(0, len(view) - offset))
+        for buffer in buffers:
+            _move(buffer, view[offset : offset + len(buffer)])
+            offset += len(buffer)
+
+
+class Direct:
+    """Past the page cache, by descriptors of its own. Each thread reads whole blocks into memory of its own first."""
+
+    def __init__(self, files: Mapping[str, int]) -> None:
+        self._fds: dict[str, int] = {}
+        self._local = threading.local()
+        try:
+            for name, fd in files.items():
+                self._fds[name] = _reopened(fd)
+        except OSError as error:
+            self.close()
+            raise DeploymentError(
+                "a file cannot be read past the page cache",
+                expected="a file system that knows O_DIRECT",
+                found=error.strerror,
+                where=name,
+                next_step="choose another --load-strategy, or auto",
+            ) from error
+
+    def expect(self, file: str, offset: int, nbytes: int) -> None:
+        """Nothing: there is nowhere to put it."""
+
+    def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
+        fd, block = self._fds[file], self._block()
+        done = 0
+        for buffer in buffers:
+            filled = 0
+            while filled < len(buffer):
+                at = offset + done
+                start = at // _BLOCK_NBYTES * _BLOCK_NBYTES
+                stop = -(-(at + len(buffer) - filled) // _BLOCK_NBYTES) * _BLOCK_NBYTES
+                got = os.preadv(fd, [block[: min(stop - start, len(block))]], start)
+                some = min(got - (at - start), len(buffer) - filled)
+                if some <= 0:
+                    raise EOFError(done)
+                _move(buffer[filled : filled + some], block[at - start : at - start + some])
+                filled += some
+                done += some
+
+    def close(self) -> None:
+        """Close every descriptor. Safe to call again."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _block(self) -> memoryview:
+        if not hasattr(self._local, "block"):
+            self._local.block = memoryview(mmap.mmap(-1, DIRECT_NBYTES + _BLOCK_NBYTES))  # begins at a page
+        block: memoryview = self._local.block
+        return block
+
+
+def _reopened(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def _mapped(fd: int) -> memoryview:
+    if not os.fstat(fd).st_size:
+        return memoryview(b"")
+    mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)  # ctypes takes no other
+    mapping.madvise(mmap.MADV_SEQUENTIAL)
+    return memoryview(mapping)
+
+
+def _move(target: memoryview, source: memoryview) -> None:
+    """Copy, without the interpreter's lock: both sides may wait for a disk."""
+    kind = ctypes.c_char * len(target)
+    ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), len(target))
+
+
+def _unfilled(buffers: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+    for buffer in buffers:
+        if done < len(buffer):
+            yield buffer[done:]
+        done = max(0, done - len(buffer))
+
+
+def _cached_nbytes(fd: int) -> int:
+    """How much of the file lies in the page cache; 0 where the kernel does not tell."""
+    everything, counts = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
+    if _libc.syscall(_CACHESTAT, fd, everything, counts, 0) != 0:
+        return 0
+    return min(int(counts[0]) * mmap.PAGESIZE, os.fstat(fd).st_size)
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether the byte can be read without waiting. False where the file system cannot tell."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # not there (EAGAIN), or not to be told (EOPNOTSUPP); a real fault shows when the slab is read
+        return False
+
+
+def _advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+    """Advice is a wish: a file system that does not take it is read without."""
+    try:
+        os.posix_fadvise(fd, offset, nbytes, advice)
+    except OSError as error:
+        if error.errno not in _NO_ADVICE:
+            raise

@@ -1,0 +1,158 @@
+"""What a worker fills a segment from: a checkpoint, or a snapshot of a finished shard.
+
+Owns what the keeper is told of each (:class:`Planned`). Speaks to nobody; ``worker.py`` asks. An open source holds the
+files it reads from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from weightcached.loader import pipeline, snapshot
+from weightcached.loader.checkpoint import Checkpoint, open_checkpoint
+from weightcached.loader.execute import Progress
+from weightcached.loader.layout import Placement
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
+from weightcached.protocol.messages import AccountingCounts, shortened
+from weightcached.protocol.ranks import device_of
+from weightcached.protocol.snapshot import Snapshot, open_snapshot
+from weightcached.protocol.worker_messages import Job, LoadStrategy, Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What filling the segment cost. ``encode`` makes its manifest, and takes what identifies the generation:
+    ``generation``, ``version``, ``receipts_version`` and ``digest``.
+    """
+
+    bytes_read: int
+    bytes_kept: int
+    seconds: Mapping[str, float]
+    encode: Callable[..., bytes]
+
+
+class Source(Protocol):
+    """Something to load, once."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def uses_torch(self) -> bool: ...
+
+    def planned(self) -> Planned:
+        """What will be allocated and read, and which content it is. Reads no weight."""
+        ...
+
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        """Fill the segment, a writable descriptor. Blocks. Raises what loading raises."""
+        ...
+
+
+@contextmanager
+def source_of(job: Job, config: CacheConfig) -> Iterator[Source]:
+    """What the job says, open. Raises what opening it and planning for it raise."""
+    also_trusted = job.trusted_filesystems
+    if job.snapshot is None:
+        with open_checkpoint(job.model_dir, also_trusted=also_trusted) as checkpoint:
+            yield CheckpointSource(checkpoint, config, also_trusted)
+        return
+    with open_snapshot(Path(job.snapshot), device_of(config.parallel)) as opened:
+        yield SnapshotSource(opened, config, _receipts_of_weights(job.model_dir, also_trusted))
+
+
+class CheckpointSource:
+    """A checkpoint's files: planned, cut, fused and quantized."""
+
+    def __init__(self, checkpoint: Checkpoint, config: CacheConfig, also_trusted: Collection[str]) -> None:
+        self._checkpoint = checkpoint
+        self._also_trusted = also_trusted
+        self._prepared = pipeline.prepare(checkpoint, config)
+        self.placement = self._prepared.placement
+        self.uses_torch = any(placed.parameter.transform is not None for placed in self.placement.placed)
+
+    def planned(self) -> Planned:
+        accounting = self._prepared.plan.accounting
+        return _planned(
+            self.placement,
+            self._checkpoint.receipts,
+            bytes_to_read=sum(self._prepared.requested.values()),
+            accounting=AccountingCounts(
+                expected=len(accounting.expected),
+                loaded=len(accounting.loaded),
+                ignored=len(accounting.ignored),
+                unexpected=len(accounting.unexpected),
+            ),
+        )
+
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        loaded = pipeline.load(
+            self._checkpoint,
+            self._prepared,
+            segment,
+            also_trusted=self._also_trusted,
+            progress=progress,
+            strategy=strategy,
+        )
+        figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
+        return Filled(figures.bytes_read, figures.bytes_kept, figures.seconds, encode)
+
+
+class SnapshotSource:
+    """A snapshot of the finished shard. ``receipts`` are of the checkpoint's files, where they can be seen."""
+
+    uses_torch = False
+
+    def __init__(self, opened: Snapshot, config: CacheConfig, receipts: Receipts | None) -> None:
+        opened.require_config(config)
+        self._snapshot = opened
+        self._receipts = receipts
+        self.placement = snapshot.placement_of(opened)
+
+    def planned(self) -> Planned:
+        return _planned(
+            self.placement,
+            self._receipts,
+            bytes_to_read=self._snapshot.manifest.content_nbytes,
+            accounting=snapshot.counts_of(self._snapshot.manifest),
+            digest=self._snapshot.digest,
+        )
+
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress, strategy=strategy)
+        encode = partial(snapshot.encode, self._snapshot, restored)
+        return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
+
+
+def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Receipts | None:
+    """So that the snapshot can be told from what lies there now, where that was digested before."""
+    if not weights_visible(model_dir):
+        return None
+    with open_weights(weight_files(model_dir)) as weights:
+        return take_receipts(weights, also_trusted=also_trusted)
+
+
+def _planned(
+    placement: Placement,
+    receipts: Receipts | None,
+    *,
+    bytes_to_read: int,
+    accounting: AccountingCounts,
+    digest: str | None = None,
+) -> Planned:
+    return Planned(
+        segments_nbytes=(placement.segment_nbytes,),
+        bytes_to_read=bytes_to_read,
+        receipts=None if receipts is None else receipts.sha256,
+        receipts_trusted=receipts is not None and receipts.trusted,
+        receipts_young=receipts is not None and receipts.is_young(),
+        receipts_rule="" if receipts is None else shortened(receipts.rule),
+        accounting=accounting,
+        digest=digest,
+    )

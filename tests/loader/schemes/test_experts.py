@@ -1,0 +1,96 @@
+"""Quantized experts: each rank's stack of each tensor, whether ranks share every expert or hold some."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.execution import load
+from tests.support.quantized import bits, config_of, held_by_experts, loaded, require_equal, tensors_of, without, write
+from tests.support.quantized_cases import CASES
+from weightcached.protocol.errors import MissingTensor, UnexpectedTensor
+
+SCHEMES = [
+    "fp8, one scale a tensor",
+    "fp8, static inputs",
+    "fp8, blocks",
+    "fp8, channels",
+    "int8, channels",
+    "int4, groups",
+    "int4, groups with zero points",
+    "awq",
+    "gptq",
+]
+EXPERTS = 6
+
+
+def mixtral(case, **overrides):
+    quantization, scheme = CASES[case]
+    config = config_of(quantization, architecture="MixtralForCausalLM", num_local_experts=EXPERTS, **overrides)
+    return config, scheme, tensors_of(config, scheme)
+
+
+def require_experts(directory, tensors, scheme, layer, here, share, **options):
+    got = loaded(load(directory, layout="fused", **options))
+    at = f"model.layers.{layer}.block_sparse_moe"
+    wanted = {}
+    for stored in scheme:
+        # Experts have one input scale and no shape before packing.
+        kept = replace(stored, fused="last") if stored.suffix == "input_scale" else stored
+        if stored.suffix == "weight_shape" or stored.fused == "nothing":
+            continue
+        for name, tensor in held_by_experts(tensors, kept, at, here, *share).items():
+            wanted[f"{at}.experts.routed_experts.{name}_{stored.suffix}"] = tensor
+    assert {name for name in got if name.startswith(f"{at}.experts")} == wanted.keys()
+    for name, tensor in wanted.items():
+        require_equal(got[name], tensor, f"{name} with {options}")
+    return got
+
+
+@pytest.mark.parametrize("case", SCHEMES)
+def test_ranks_that_share_every_expert(tmp_path, case):
+    config, scheme, tensors = mixtral(case, num_hidden_layers=1)
+    directory = write(tmp_path, tensors, config)
+    for size in (1, 2, 4):
+        for rank in range(size):
+            options = {"tp_size": size, "tp_rank": rank}
+            require_experts(directory, tensors, scheme, 0, range(EXPERTS), (rank, size), **options)
+
+
+@pytest.mark.parametrize("case", SCHEMES)
+def test_ranks_that_hold_some_experts_and_stages_that_hold_some_layers(tmp_path, case):
+    """What other ranks hold is ignored with the reason, its scales and all."""
+    config, scheme, tensors = mixtral(case)
+    scale = "model.layers.0.self_attn.k_scale"
+    if "fp8" in case:
+        tensors[scale] = bits(scale, (), "F32")
+    directory = write(tmp_path, tensors, config)
+    for rank in range(4):
+        here = [0, 1] if rank == 0 else [2, 3] if rank == 1 else [rank + 2]
+        options = {"tp_size": 1, "tp_rank": 0, "ep_size": 4, "ep_rank": rank}
+        require_experts(directory, tensors, scheme, 1, here, (0, 1), **options)
+    options = {"tp_size": 1, "tp_rank": 0, "ep_size": 2, "ep_rank": 1, "pp_size": 2, "pp_rank": 1}
+    outcome = load(directory, layout="fused", **options)
+    account = outcome.prepared.plan.accounting
+    assert account.loaded | account.ignored.keys() == tensors.keys()
+    assert "pipeline stage" in account.ignored[f"model.layers.0.block_sparse_moe.experts.5.w1.{scheme[-1].suffix}"]
+    assert "expert-parallel" in account.ignored[f"model.layers.1.block_sparse_moe.experts.0.w2.{scheme[-1].suffix}"]
+    if "fp8" in case:
+        assert "pipeline stage" in account.ignored[scale]
+
+
+def test_a_scale_of_one_expert_that_is_missing_is_named(tmp_path):
+    config, _, tensors = mixtral("fp8, blocks", num_hidden_layers=1)
+    name = "model.layers.0.block_sparse_moe.experts.3.w3.weight_scale_inv"
+    with pytest.raises(MissingTensor) as caught:
+        load(write(tmp_path, without(tensors, name), config), layout="fused", tp_size=1, tp_rank=0)
+    assert name in str(caught.value.expected)
+
+
+def test_a_scale_of_an_expert_that_there_is_not(tmp_path):
+    config, _, tensors = mixtral("fp8, blocks", num_hidden_layers=1)
+    name = "model.layers.0.block_sparse_moe.experts.6.w3.weight_scale_inv"
+    tensors[name] = bits(name, (4, 8), "F32")
+    options = {"ep_size": 2, "ep_rank": 0}
+    with pytest.raises(UnexpectedTensor) as caught:
+        load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, **options)
+    assert name in str(caught.value.found)

@@ -1,0 +1,101 @@
+"""The ways in which a file's bytes come into buffers: the same bytes by each, and what each is there for."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.checkpoints import tiny_llama
+from tests.support.distant_files import far_away
+from tests.support.execution import resident, segment_of
+from weightcached.loader import pipeline
+from weightcached.loader.access import DIRECT_NBYTES, Buffered, Direct, Mapped, look
+from weightcached.loader.checkpoint import open_checkpoint
+from weightcached.loader.execute import execute
+from weightcached.protocol.config import build_config
+from weightcached.protocol.errors import DeploymentError
+from weightcached.protocol.worker_messages import LoadStrategy
+
+WAYS = (Buffered, Direct, Mapped)
+VALUES = np.random.default_rng(7).integers(0, 256, 2 * DIRECT_NBYTES + 12345, np.uint8).tobytes()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[dict[str, int]]:
+    path = tmp_path / "file"
+    path.write_bytes(VALUES)
+    fd = os.open(path, os.O_RDONLY)
+    yield {"file": fd}
+    os.close(fd)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, DIRECT_NBYTES - 7])
+@pytest.mark.parametrize("sizes", [(1,), (3, 4096, 5), (DIRECT_NBYTES + 4097,), (100, DIRECT_NBYTES, 9)])
+def test_buffers_are_filled_one_after_the_other(
+    way: type, offset: int, sizes: tuple[int, ...], files: dict[str, int]
+) -> None:
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    way(files).fill("file", buffers, offset)
+    assert b"".join(buffers) == VALUES[offset : offset + sum(sizes)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("there", [0, 1, 5000])
+def test_the_end_of_the_file_is_told_with_what_was_there(way: type, there: int, files: dict[str, int]) -> None:
+    with pytest.raises(EOFError) as caught:
+        way(files).fill("file", [memoryview(bytearray(there + 1))], len(VALUES) - there)
+    assert caught.value.args == (there,)
+
+
+def test_what_is_read_past_the_page_cache_is_not_in_it(files: dict[str, int]) -> None:
+    os.fsync(files["file"])
+    os.posix_fadvise(files["file"], 0, 0, os.POSIX_FADV_DONTNEED)
+    if look(files)["file"].cached_share or not look(files)["file"].direct:
+        pytest.skip("this file system does not let go of pages, or cannot be read past them")
+    direct = Direct(files)
+    direct.fill("file", [memoryview(bytearray(len(VALUES)))], 0)
+    direct.close()
+    assert look(files)["file"].cached_share == 0
+    Buffered(files).fill("file", [memoryview(bytearray(len(VALUES)))], 0)
+    assert look(files)["file"].cached_share == 1
+
+
+def test_a_file_that_cannot_be_read_past_the_page_cache_is_named() -> None:
+    with open("/proc/self/status", "rb") as file, pytest.raises(DeploymentError, match="page cache") as caught:
+        Direct({"file": file.fileno()})
+    assert caught.value.where == "file"
+
+
+@pytest.mark.parametrize("strategy", ["read", "prefetch", "direct", "mmap"])
+def test_every_strategy_loads_the_same(strategy: LoadStrategy, tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path, hidden_size=256, vocab_size=4096)
+    made = []
+    ways: tuple[LoadStrategy, ...] = ("auto", strategy)
+    for way in ways:
+        with open_checkpoint(directory) as checkpoint:
+            prepared = pipeline.prepare(checkpoint, build_config(directory, layout="fused", tp_size=2, tp_rank=1))
+            with segment_of(prepared.placement.segment_nbytes) as segment:
+                executed = execute(prepared.placement, checkpoint.files, segment, strategy=way)
+                made.append((executed.digests, resident(segment, prepared.placement)))
+    assert made[0] == made[1]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs FUSE")
+def test_files_far_away_are_asked_for_many_at_a_time(tmp_path: Path) -> None:
+    """Where each answer takes 20 ms, one after the other would take all day."""
+    directory = tiny_llama(tmp_path / "here", hidden_size=512, vocab_size=16384)
+    with (
+        far_away(directory, tmp_path / "there", latency_s=0.02) as served,
+        open_checkpoint(tmp_path / "there") as checkpoint,
+    ):
+        config = build_config(tmp_path / "there", layout="fused", tp_size=1, tp_rank=0)
+        prepared = pipeline.prepare(checkpoint, config)
+        with segment_of(prepared.placement.segment_nbytes) as segment:
+            executed = execute(prepared.placement, checkpoint.files, segment)
+    assert served.waiting_max >= 16
+    with open_checkpoint(directory) as checkpoint, segment_of(prepared.placement.segment_nbytes) as segment:
+        assert execute(prepared.placement, checkpoint.files, segment).digests == executed.digests

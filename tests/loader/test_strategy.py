@@ -1,0 +1,64 @@
+"""Which way files are read, and why: rules over what is known of files and memory. No file is looked at."""
+
+from dataclasses import replace
+
+import pytest
+
+from weightcached.loader.boxes import Box, whole
+from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
+from weightcached.loader.strategy import FAR_AHEAD_NBYTES, WAITING_THREADS, FileFacts, choose
+
+GIB = 1 << 30
+FACTS = FileFacts(GIB, "ext4", cached_share=0.0, direct=True)
+
+
+def parameter(columns: int = 1 << 15) -> PlannedParameter:
+    """Some columns of a tensor of 1 GiB that is all of its file."""
+    tensor = TensorHeader("t", "uint8", (1 << 15, 1 << 15), "f", 0, GIB)
+    box = Box((0, 0), (1 << 15, columns))
+    return PlannedParameter("p", box.shape, "uint8", "uint8", (Copy(tensor, box, whole(box.shape)),))
+
+
+def chosen(facts: FileFacts, *, free_gib: float, columns: int = 1 << 15) -> str:
+    return choose([parameter(columns)], {"f": facts}, free_nbytes=int(free_gib * GIB)).name
+
+
+@pytest.mark.parametrize(
+    ("facts", "free_gib", "columns", "wanted"),
+    [
+        (FACTS, 3.0, 1 << 15, "read"),
+        (FACTS, 1.5, 1 << 15, "direct"),
+        (replace(FACTS, cached_share=0.9), 1.5, 1 << 15, "read"),
+        (replace(FACTS, direct=False), 1.5, 1 << 15, "read"),
+        (FACTS, 1.05, 1 << 10, "read"),  # columns: each rank reads all of the file
+        (replace(FACTS, file_system="nfs"), 3.0, 1 << 15, "prefetch"),
+        (replace(FACTS, file_system="nfs"), 1.5, 1 << 15, "prefetch"),
+        (replace(FACTS, file_system="nfs", cached_share=0.9), 3.0, 1 << 15, "read"),
+    ],
+)
+def test_auto(facts: FileFacts, free_gib: float, columns: int, wanted: str) -> None:
+    assert chosen(facts, free_gib=free_gib, columns=columns) == wanted
+
+
+def test_the_reason_says_what_it_was_decided_from() -> None:
+    reason = choose([parameter()], {"f": FACTS}, free_nbytes=3 * GIB).reason
+    for words in ("read: ", "1.00 GiB of 1.00 GiB on ext4", "0% in the page cache", "3.00 GiB of memory free"):
+        assert words in reason
+
+
+def test_what_is_asked_for_is_taken() -> None:
+    strategy = choose([parameter()], {"f": replace(FACTS, cached_share=1.0)}, free_nbytes=3 * GIB, asked="prefetch")
+    assert (strategy.name, strategy.threads, strategy.ahead_nbytes) == ("prefetch", WAITING_THREADS, FAR_AHEAD_NBYTES)
+    assert strategy.exact == {"f"}  # all of them are asked for far ahead
+
+
+@pytest.mark.parametrize(("rows", "exact"), [(1 << 15, set()), (1 << 14, {"f"})])
+def test_a_file_of_which_a_part_is_read_is_asked_for_exactly(rows: int, exact: set[str]) -> None:
+    tensor = TensorHeader("t", "uint8", (1 << 15, 1 << 15), "f", 0, GIB)
+    box = Box((0, 0), (rows, 1 << 15))
+    part = PlannedParameter("p", box.shape, "uint8", "uint8", (Copy(tensor, box, whole(box.shape)),))
+    assert choose([part], {"f": FACTS}, free_nbytes=9 * GIB).exact == exact
+
+
+def test_no_parameters_need_no_files() -> None:
+    assert choose([], {}, free_nbytes=GIB).name == "read"
