@@ -141,7 +141,7 @@ class _Team:
         self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
-        self._held = Held()
+        self._held = Held(placed.parameter for placed in placement.placed)
         self._meter = _Meter(placement, progress)
 
     def run(self, threads: int) -> None:

@@ -13,9 +13,12 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from weightcached.loader.slabs import Slab
+from weightcached.loader.planned import PlannedParameter
+from weightcached.loader.slabs import Slab, measures_first
+from weightcached.protocol.dtypes import itemsize_bytes
 
 HELD_MAX = 2
 
@@ -53,10 +56,12 @@ def staggered(slabs: Iterable[Slab]) -> Iterator[Slab]:
 class Held:
     """All threads' held matrices. Any thread may call; those that wait end with Abandoned after :meth:`abandon`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[PlannedParameter]) -> None:
+        """``parameters``: all that will be asked for. Takes no memory yet."""
         self._changed = threading.Condition()
         self._matrices: dict[tuple[str, int], _Matrix] = {}
         self._free: list[memoryview] = []
+        self._largest_nbytes = max((_matrix_nbytes(one) for one in parameters if measures_first(one)), default=0)
         self._abandoned = False
 
     def memory(self, slab: Slab) -> memoryview:
@@ -66,7 +71,7 @@ class Held:
         with self._changed:
             self._wait(lambda: key in self._matrices or len(self._matrices) < HELD_MAX)
             if key not in self._matrices:
-                self._matrices[key] = _Matrix(self._memory(elements * itemsize), elements, elements)
+                self._matrices[key] = _Matrix(self._memory(), elements, elements)
             start = slab.first % elements * itemsize
             return self._matrices[key].memory[start : start + slab.source_nbytes]
 
@@ -106,14 +111,19 @@ class Held:
         if self._abandoned:
             raise Abandoned
 
-    def _memory(self, nbytes: int) -> memoryview:
-        """Memory that was used before, where some is large enough: fresh pages cost more than what is done in them."""
-        self._free.sort(key=len)
-        if self._free and len(self._free[-1]) >= nbytes:
-            return self._free.pop()
+    def _memory(self) -> memoryview:
+        """Room for any matrix: what was used before, or large pages, of which taking them costs little."""
         if self._free:
-            self._free.pop()
-        return memoryview(mmap.mmap(-1, nbytes))
+            return self._free.pop()
+        memory = mmap.mmap(-1, self._largest_nbytes)
+        with suppress(OSError):  # a kernel without large pages: small ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(memory)
+
+
+def _matrix_nbytes(parameter: PlannedParameter) -> int:
+    itemsize = itemsize_bytes(parameter.source_dtype or parameter.dtype)
+    return math.prod(parameter.source_shape[-2:]) * itemsize
 
 
 def _matrix_of(slab: Slab) -> tuple[tuple[str, int], int]:

@@ -87,11 +87,6 @@ class Quantize:
         """Rows of a matrix that have a scale or an integer in common: they are quantized together."""
         return math.lcm(*(product.rows for product in self.products if product.rows is not None))
 
-    @property
-    def measures_first(self) -> bool:
-        """Whether nothing of a matrix can be quantized before the largest of all its values is known."""
-        return self.method.granularity == "tensor"
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedParameter:

@@ -67,7 +67,7 @@ class Transforms:
             return (first,)
         values = _values(slab, source)
         made = _quantized(parameter.transform, self._wide(values), into.view(values.shape[0], -1), largest)
-        if not made[0].isfinite().all():
+        if not math.isfinite(made[0].max()):
             _refuse(slab, values)
         return (first, *_placed(slab, parameter.transform, made))
 

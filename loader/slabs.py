@@ -95,9 +95,14 @@ def slabs(parameter: PlannedParameter, *, slab_nbytes: int = SLAB_NBYTES) -> Ite
         is_contiguous(copy.source, copy.tensor.shape) and not copy.transposed for copy in parameter.copies
     )
     made = _linear(parameter, most, itemsize) if unbroken else _boxed(parameter, most, itemsize)
-    if isinstance(transform, Quantize) and transform.measures_first:
+    if measures_first(parameter):
         return _measured_first(made, math.prod(shape[-2:]))
     return made
+
+
+def measures_first(parameter: PlannedParameter) -> bool:
+    """Whether nothing of a matrix can be quantized before the largest of all its values is known."""
+    return isinstance(parameter.transform, Quantize) and parameter.transform.method.granularity == "tensor"
 
 
 def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:

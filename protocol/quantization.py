@@ -7,9 +7,9 @@ Pure. What a method makes of a weight, and which weights it refuses, is the load
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.frozen import Frozen
@@ -33,7 +33,7 @@ class Quantization(Frozen):
     granularity: Literal["tensor", "channel", "block", "group"] | None = None
     """What has a scale of its own: a weight matrix, an output channel, a block of one, a group of inputs of a
     channel."""
-    block: tuple[int, int] | None = None
+    block: Annotated[tuple[int, int], PlainSerializer(list)] | None = None
     """Outputs and inputs of a block."""
     group: int | None = None
     """Inputs of a group."""

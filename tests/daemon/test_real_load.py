@@ -49,16 +49,16 @@ def test_every_parameter_is_what_the_checkpoint_says(model: Path, runtime_dir: P
 
 
 def test_a_quantized_rank_of_two(model: Path, runtime_dir: Path) -> None:
-    """With torch in the worker, and still none in the keeper."""
-    options = {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "fp8"}
+    """With torch in the worker, and still none in the keeper. A block is a list where config travels as JSON."""
+    options = {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "fp8-block=16x16"}
     with daemon(model, runtime_dir, **options) as served:
         report = served.wait_until("ready")
-        assert (report.tp_rank, report.tp_size, report.quantization) == (1, 2, "fp8")
+        assert (report.tp_rank, report.tp_size, report.quantization) == (1, 2, "fp8-block=16x16")
         with attached(served) as (grant, manifest, _):
             row = manifest.row("model.layers.0.self_attn.qkv_proj.weight")
             assert row.dtype == "float8_e4m3fn"
             assert row.shape == ((4 + 2 + 2) * 8 // 2, 32)
-            assert manifest.row("model.layers.0.self_attn.qkv_proj.weight_scale").dtype == "float32"
+            assert manifest.row("model.layers.0.self_attn.qkv_proj.weight_scale_inv").shape == (2, 2)
             assert grant.provenance.path == str(model)
         assert "torch" not in Path(f"/proc/{served.pid}/maps").read_text()
         channel = served.connect()

@@ -25,6 +25,10 @@ def row_slabs(*weights: PlannedParameter):
     return [slab for one in weights for slab in slabs(one, slab_nbytes=32)]
 
 
+def held_for() -> Held:
+    return Held([weight("largest", 4)])
+
+
 def steps(made) -> str:
     """One word a slab: m (measure) or q (quantize), the parameter, the row."""
     return " ".join(f"{slab.step[0]}{slab.parameter.name}{slab.first // 8}" for slab in made)
@@ -43,10 +47,9 @@ def test_no_third_matrix_is_begun_before_the_first_is_done():
 
 
 def test_what_one_matrix_waits_in_is_used_for_the_next():
-    held = Held()
+    held = held_for()
     (first, *_), (second, *_) = row_slabs(weight("a", 1)), row_slabs(weight("b", 1))
-    memory = held.memory(first)
-    memory[:] = bytes(range(16))
+    held.memory(first)[:] = bytes(range(16))
     assert bytes(held.memory(first)) == bytes(range(16))
     held.measured(first, 1.0)
     held.finished(first)
@@ -54,7 +57,7 @@ def test_what_one_matrix_waits_in_is_used_for_the_next():
 
 
 def test_the_largest_is_that_of_the_whole_matrix():
-    held = Held()
+    held = held_for()
     made = row_slabs(weight("a", 3))
     for slab, value in zip(made[:3], (2.0, 7.0, 3.0), strict=True):
         held.memory(slab)
@@ -72,7 +75,7 @@ def waits(work) -> threading.Thread:
 
 
 def test_nothing_is_quantized_before_all_is_measured():
-    held, heard = Held(), []
+    held, heard = held_for(), []
     made = row_slabs(weight("a", 2))
     for slab in made[:2]:
         held.memory(slab)
@@ -84,7 +87,7 @@ def test_nothing_is_quantized_before_all_is_measured():
 
 
 def test_another_matrix_waits_for_room():
-    held, heard = Held(), []
+    held, heard = held_for(), []
     first, second, third = (row_slabs(weight(name, 1))[0] for name in "abc")
     assert HELD_MAX == 2
     held.memory(first)
@@ -97,7 +100,7 @@ def test_another_matrix_waits_for_room():
 
 
 def test_nobody_waits_for_a_thread_that_failed():
-    held, heard = Held(), []
+    held, heard = held_for(), []
     made = row_slabs(weight("a", 1), weight("b", 1), weight("c", 1))
 
     def wait(work):

@@ -89,9 +89,10 @@ def test_a_job_done(model):
     assert [(p.stage, p.bytes_done) for p in running.progress][-1] == ("load weights", manifest.content_nbytes)
 
 
-def test_quantized_jobs_too(model):
-    config = config_of(model, quantization="fp8")
-    wanted = load(model, layout="fused", tp_size=1, tp_rank=0, quantization="fp8")
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "int4-asym=8"])
+def test_quantized_jobs_too(model, quantization):
+    config = config_of(model, quantization=quantization)
+    wanted = load(model, layout="fused", tp_size=1, tp_rank=0, quantization=quantization)
     with worker() as running:
         planned = running.plan(model, config)
         segment = running.give_memory(*planned.segments_nbytes)

@@ -1,5 +1,7 @@
 """Spellings of online quantization: each stands for every parameter, and what cannot be is refused with what can."""
 
+import json
+
 import pytest
 
 from weightcached.protocol.errors import InvalidOption
@@ -23,6 +25,13 @@ NAMED = {
 def test_a_name_stands_for_every_parameter(name: str) -> None:
     assert Quantization.named(name) == NAMED[name]
     assert Quantization.named(NAMED[name].spelled) == NAMED[name]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_its_fields_are_json_and_come_back(name: str) -> None:
+    fields = json.loads(json.dumps(NAMED[name].model_dump()))
+    assert fields == NAMED[name].model_dump()
+    assert Quantization.model_validate(fields) == NAMED[name]
 
 
 def test_what_is_spelled_out_says_every_parameter() -> None:
