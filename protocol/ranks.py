@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.places import host_device
+from weightcached.protocol.places import RANKS_MAX, host_device
 
 KINDS: Mapping[str, str] = {"tp": "tensor-parallel", "pp": "pipeline", "ep": "expert-parallel"}
 """Kind → what it is called."""
@@ -31,6 +31,8 @@ def rank_of(
             found = f"{number!r} for {name}"
             raise InvalidOption("sizes and ranks are whole numbers", expected="ints", found=found)
     for kind, size in sizes.items():
+        if not 1 <= size <= RANKS_MAX:
+            raise InvalidOption(f"unusable {spelling.format(kind, 'size')}", expected=f"1 to {RANKS_MAX}", found=size)
         if ranks.get(kind) is None and size > 1:
             raise InvalidOption(
                 f"{spelling.format(kind, 'rank')} is required when {spelling.format(kind, 'size')} is over 1: "
