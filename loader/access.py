@@ -12,15 +12,16 @@ import mmap
 import os
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from weightcached.loader.reading import VECTORS_MAX, Access
 from weightcached.loader.strategy import FileFacts, Strategy
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.filesystems import file_system_of
 
-ADVISED_NBYTES = 128 << 10
-"""At most so much is advised at a time: of more, the kernel reads no further than its own window reaches."""
+WINDOW_NBYTES = 128 << 10
+"""Linux's usual window for reading ahead. Of more than fits into a file's, an advice is cut short without a word; where
+many small ones are given instead, a disk gets many small requests."""
 
 DIRECT_NBYTES = 2 << 20
 """What is read past the page cache at a time."""
@@ -71,6 +72,7 @@ class Buffered:
         """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of."""
         self._files = files
         self._exact = exact
+        self._windows = {name: _window_nbytes(fd) for name, fd in files.items()}
         for name, fd in files.items():
             _advise(fd, 0, 0, os.POSIX_FADV_RANDOM if name in exact else os.POSIX_FADV_SEQUENTIAL)
 
@@ -79,8 +81,9 @@ class Buffered:
         fd = self._files[file]
         if file not in self._exact or _is_cached(fd, offset + nbytes - 1):
             return
-        for start in range(offset, offset + nbytes, ADVISED_NBYTES):
-            _advise(fd, start, min(ADVISED_NBYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
+        window = self._windows[file]
+        for start in range(offset, offset + nbytes, window):
+            _advise(fd, start, min(window, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         fd, wanted = self._files[file], sum(map(len, buffers))
@@ -186,6 +189,17 @@ def _unfilled(buffers: Sequence[memoryview], done: int) -> Iterator[memoryview]:
         if done < len(buffer):
             yield buffer[done:]
         done = max(0, done - len(buffer))
+
+
+def _window_nbytes(fd: int) -> int:
+    """How far the kernel reads ahead in the file: its disk's setting, or its network file system's."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    places = (f"/sys/class/bdi/{name}", f"/sys/dev/block/{name}/queue", f"/sys/dev/block/{name}/../queue")
+    for place in places:  # of a partition, its disk's
+        with suppress(FileNotFoundError), open(f"{place}/read_ahead_kb", encoding="ascii") as file:
+            return max(WINDOW_NBYTES, int(file.read()) << 10)
+    return WINDOW_NBYTES
 
 
 def _cached_nbytes(fd: int) -> int:
