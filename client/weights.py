@@ -151,17 +151,20 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
     def _all(self) -> dict[str, torch.Tensor]:
         names, tensors, views = self.manifest.names, self._tensors, self._views
-        if len(tensors) < len(names):
-            for name, (segment, offset, form, alias_of) in zip(names, self.manifest.geometries(), strict=True):
-                if name in tensors:
-                    continue
+        if len(tensors) == len(names):
+            return {name: tensors[name] for name in names}
+        every: dict[str, torch.Tensor] = {}
+        for name, (segment, offset, form, alias_of) in zip(names, self.manifest.geometries(), strict=True):
+            tensor = tensors.get(name)
+            if tensor is None:
                 if alias_of is not None:
-                    tensors.setdefault(name, self[alias_of])
-                    continue
-                shape, stride, dtype = form
-                view, itemsize = views.get((segment, dtype)) or self._view(segment, dtype)
-                tensors.setdefault(name, view.as_strided(shape, stride, offset // itemsize))
-        return {name: tensors[name] for name in names}
+                    tensor = tensors.setdefault(name, self[alias_of])
+                else:
+                    shape, stride, dtype = form
+                    view, itemsize = views.get((segment, dtype)) or self._view(segment, dtype)
+                    tensor = tensors.setdefault(name, view.as_strided(shape, stride, offset // itemsize))
+            every[name] = tensor
+        return every
 
     def _make(self, name: str) -> torch.Tensor:
         segment, offset, _, shape, stride, dtype, alias_of = self.manifest.geometry(name)
