@@ -18,13 +18,15 @@ from weightcached.loader.reading import VECTORS_MAX, Access
 from weightcached.loader.strategy import FileFacts, Strategy
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.filesystems import file_system_of
+from weightcached.protocol.memory.host import LARGE_PAGE_NBYTES
 
 WINDOW_NBYTES = 128 << 10
 """Linux's usual window for reading ahead. Of more than fits into a file's, an advice is cut short without a word; where
 many small ones are given instead, a disk gets many small requests."""
 
-DIRECT_NBYTES = 2 << 20
-"""What is read past the page cache at a time."""
+DIRECT_NBYTES = 2 * LARGE_PAGE_NBYTES
+"""What is read past the page cache at a time, into large pages: of small ones a disk is told one by one, and takes half
+as long again."""
 
 _BLOCK_NBYTES = 4096
 _CACHESTAT = 451
@@ -161,7 +163,12 @@ class Direct:
 
     def _block(self) -> memoryview:
         if not hasattr(self._local, "block"):
-            self._local.block = memoryview(mmap.mmap(-1, DIRECT_NBYTES + _BLOCK_NBYTES))  # begins at a page
+            room = DIRECT_NBYTES + LARGE_PAGE_NBYTES
+            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE_NBYTES
+            self._local.block = memoryview(memory)[begin : begin + DIRECT_NBYTES]
         block: memoryview = self._local.block
         return block
 

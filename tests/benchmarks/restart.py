@@ -25,7 +25,7 @@ _PAUSE_S = 1.0
 
 
 def run(settings: Settings, workspace: Workspace) -> Outcome:
-    sizes = [GIB // 10, GIB if settings.quick else 2 * GIB]
+    sizes = [GIB // 10, GIB if settings.quick else 8 * GIB]
     kills = 3 if settings.quick else 4 * settings.rounds
     require_memory(2 * max(sizes), what="restart")
     measured = {nbytes: _measure(nbytes, kills, workspace) for nbytes in sizes}
