@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weightcached.client.attach import Mode, attach
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.content import version_of
 from weightcached.protocol.digest_cache import DigestCache, cache_directory
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         help="client: from the daemon, from disk where there is none; require: from the daemon; off: from disk",
     )
     save.add_argument("--digest", metavar="HEX", help="the content's digest, where the weights are not to be seen here")
-    save.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each attach (default: 600)")
+    save.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for each attach (default: 600)")
     save.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     save.add_argument(
         "--trust-filesystem", metavar="TYPE", action="append", default=[], help="believe inode and ctime there too"

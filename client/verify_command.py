@@ -21,7 +21,7 @@ from typing import Any
 
 from weightcached.client.attach import attach
 from weightcached.client.verify import Finding, against_disk, against_manifest
-from weightcached.protocol.command_line import USAGE_EXIT, Parser
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add_shard_arguments(parser)
     add_rank_filters(parser)
     parser.add_argument("--against-disk", action="store_true", help="compare with MODEL's files too; reads all of them")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for each attach (default: 600)")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for each attach (default: 600)")
     parser.add_argument("--json", action="store_true", help="every name with its verdict, as one JSON document")
     add_place_arguments(parser, name=NAME_OF_ONE)
     return parser

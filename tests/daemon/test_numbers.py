@@ -40,10 +40,14 @@ def run(command: str, *arguments: str) -> int:
         ("engine", "--timeout"),
         ("engine", "--wait-for-daemon"),
         ("supervise", "--watchdog"),
+        ("verify", "--timeout"),
+        ("snapshot", "--timeout"),
     ],
 )
 def test_no_seconds(command: str, option: str, seconds: str, runtime_dir: Path) -> None:
-    assert run(command, "--runtime-dir", str(runtime_dir), f"{option}={seconds}") == USAGE_EXIT
+    more = {"verify": ["m"], "snapshot": ["save", "m", "to"]}.get(command, [])
+    words = [*more, "--runtime-dir", str(runtime_dir), f"{option}={seconds}"]
+    assert run(command, *words) == USAGE_EXIT
 
 
 @pytest.mark.parametrize("command", ["wait", "release", "serve", "up"])
