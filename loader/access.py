@@ -203,8 +203,8 @@ def _window_nbytes(fd: int) -> int:
     device = os.fstat(fd).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     places = (f"/sys/class/bdi/{name}", f"/sys/dev/block/{name}/queue", f"/sys/dev/block/{name}/../queue")
-    for place in places:  # of a partition, its disk's
-        with suppress(FileNotFoundError), open(f"{place}/read_ahead_kb", encoding="ascii") as file:
+    for place in places:  # of a partition, its disk's; a container may hide them all
+        with suppress(OSError), open(f"{place}/read_ahead_kb", encoding="ascii") as file:
             return max(WINDOW_NBYTES, int(file.read()) << 10)
     return WINDOW_NBYTES
 
