@@ -100,9 +100,9 @@ def obtain_together(wish_of: Callable[[], Wish], *, may_fall_back: bool) -> Foun
         rank=rank_word(wish.parallel) if wish is not None else f"rank {group.rank_in_group}",
         place=str(wish.place.socket_path) if wish is not None else "unknown",
         source="daemon" if weights is not None else "nothing" if absent is None else "disk",
-        version=weights and weights.version,
-        receipts_version=weights and weights.receipts_version,
-        generation=weights and weights.generation,
+        version=None if weights is None else weights.version,
+        receipts_version=None if weights is None else weights.receipts_version,
+        generation=None if weights is None else weights.generation,
         error=None if failure is None or absent is not None else str(failure),
     )
     try:
@@ -148,7 +148,7 @@ def require_agreement(standings: Sequence[Standing]) -> None:
         raise RanksDisagree(
             "the ranks of this engine do not have the same weights",
             expected="one version on all ranks, from daemons, or no daemon's socket for any of them",
-            found=" | ".join(table_of(standings)),
+            found=" | ".join(" ".join(filter(None, one.row())) for one in standings),
             next_step="start a daemon for each rank, of the same checkpoint (`weightcached up`, `weightcached status` "
             "shows them), and then the engine again",
         )

@@ -81,7 +81,7 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
             )
         report = dataclasses.replace(report, nbytes_private=own_memory_nbytes() - own_nbytes)
         report.log(logger)
-        model.weightcached = report
+        model.weightcached = report  # type: ignore[assignment]  # modules take attributes of any kind
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -134,7 +134,9 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
         with set_default_torch_dtype(model_config.dtype):
             with stages.stage("module"), device:
-                model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                model: torch.nn.Module = self.create_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
             require_servable(model, device)
             with stages.stage("bind"):
                 bind_in_place(model, weights, computed=model_config.dtype)
@@ -145,11 +147,14 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
             # are in the page table, and nothing has touched them yet.
             with stages.stage("map pages"):
                 weights.populate()
-        return model.eval()
+        model.eval()
+        return model
 
     def _loaded_by_vllm(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> torch.nn.Module:
         own = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
-        return DefaultModelLoader(own).load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        loader = DefaultModelLoader(own)
+        model: torch.nn.Module = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        return model
 
 
 def _revision(model_config: ModelConfig) -> str | None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -51,18 +52,27 @@ def code_of(error):
     return None
 
 
-def generate(*, prompts: list[list[int]], max_tokens: int, **engine: object) -> dict:
-    """Start an engine with these ``EngineArgs``, continue the prompts greedily, end it."""
+def generate(*, prompts: list[list[int]], max_tokens: int, packing: bool = True, **engine: object) -> dict:
+    """Start an engine with these ``EngineArgs``, continue the prompts greedily, end it.
+
+    Without ``packing`` vLLM's own loader leaves matrices as they are, too: the kernels that multiply with packed ones
+    round otherwise, so that tokens of two engines are comparable only where both have the same.
+    """
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    from weightcached.client.vllm.in_place import without_packing
+
+    inside = engine.get("distributed_executor_backend", "uni") == "uni"
+    extension = "looking" if packing or inside else "unpacked"
     began = time.monotonic()
-    llm = LLM(
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        worker_extension_cls="tests.engines.looking.Looking",
-        **{"max_model_len": 64, "distributed_executor_backend": "uni", **engine},
-    )
+    with without_packing() if inside and not packing else nullcontext():
+        llm = LLM(
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            worker_extension_cls=f"tests.engines.{extension}.Looking",
+            **{"max_model_len": 64, "distributed_executor_backend": "uni", **engine},
+        )
     try:
         up = time.monotonic()
         wanted = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
