@@ -56,13 +56,15 @@ class Outcome:
         return np.frombuffer(self.data[name], naive.numpy_dtype(row.dtype)).reshape(row.shape)
 
 
-def load(directory: Path, **options: object) -> Outcome:
-    """Load one rank through the pipeline. ``options`` are those of ``build_config``."""
+def load(directory: Path, *, expendable: bool = False, **options: object) -> Outcome:
+    """Load one rank through the pipeline, by mappings where ``expendable``, as a worker does. ``options`` are those of
+    ``build_config``.
+    """
     config = build_config(directory, **options)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
         with segment_of(prepared.placement.segment_nbytes) as segment:
-            loaded = pipeline.load(checkpoint, prepared, segment)
+            loaded = pipeline.load(checkpoint, prepared, segment, expendable=expendable)
             data = resident(segment, prepared.placement)
     for row in loaded.rows:
         assert row.digest == xxhash.xxh3_128(data[row.name]).digest(), row.name
