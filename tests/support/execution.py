@@ -56,10 +56,9 @@ class Outcome:
         return np.frombuffer(self.data[name], naive.numpy_dtype(row.dtype)).reshape(row.shape)
 
 
-def load(directory: Path, *, expendable: bool = False, **options: object) -> Outcome:
-    """Load one rank through the pipeline, by mappings where ``expendable``, as a worker does. ``options`` are those of
-    ``build_config``.
-    """
+def load(directory: Path, **options: object) -> Outcome:
+    """Load one rank through the pipeline. ``options`` are those of ``build_config``, and ``expendable``, as a worker is."""
+    expendable = bool(options.pop("expendable", False))
     config = build_config(directory, **options)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
