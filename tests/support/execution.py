@@ -57,7 +57,7 @@ class Outcome:
 
 
 def load(directory: Path, **options: object) -> Outcome:
-    """Load one rank through the pipeline. ``options`` are those of ``build_config``, and ``expendable``, as a worker is."""
+    """Load one rank through the pipeline. ``options`` are those of ``build_config``, and ``expendable``."""
     expendable = bool(options.pop("expendable", False))
     config = build_config(directory, **options)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
