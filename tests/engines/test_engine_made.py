@@ -152,3 +152,22 @@ def test_arguments_that_vllm_does_not_take_are_told_in_its_words(
         assert said is not None
         assert said.startswith("invalid_option")
         assert "--no-such-argument" in said
+
+
+def test_a_rank_that_is_alone_never_takes_its_own_numbers_for_those_of_its_peers() -> None:
+    program = """
+from vllm.config import VllmConfig, set_current_vllm_config
+import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
+from weightcached.client.vllm.alone import alone_as
+from weightcached.protocol.config import Parallel
+from weightcached.protocol.errors import UnsupportedModel
+with set_current_vllm_config(VllmConfig()), alone_as(Parallel(tp_size=2, tp_rank=1)):
+    assert amax_for_tp_weight_quant(torch.ones(1), False) == 1
+    try:
+        amax_for_tp_weight_quant(torch.ones(1), True)
+    except UnsupportedModel as error:
+        print(error)
+"""
+    result = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True)
+    assert "torch.distributed.all_reduce" in result.stdout, result.stderr
