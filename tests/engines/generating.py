@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,31 @@ def said_by(engine: Engine, arguments: Mapping[str, Any]) -> tuple[list[dict[str
 
 
 @contextmanager
-def serving(model: Path, runtime_dir: Path, *, tp_size: int = 1, **options: Any) -> Iterator[list[daemons.Daemon]]:
-    """A daemon in layout `fused` for each rank, ready."""
+def serving(
+    model: Path,
+    runtime_dir: Path,
+    *,
+    tp_size: int = 1,
+    ranks: Sequence[int] | None = None,
+    whole_experts: bool = False,
+    **options: Any,
+) -> Iterator[list[daemons.Daemon]]:
+    """A daemon in layout `fused`, ready, for each rank or for those of ``ranks``."""
     with ExitStack() as stack:
-        ranks = [
+        started = [
             stack.enter_context(
-                daemons.daemon(model, runtime_dir, layout="fused", tp_size=tp_size, tp_rank=rank, **options)
+                daemons.daemon(
+                    model,
+                    runtime_dir,
+                    layout="fused",
+                    tp_size=tp_size,
+                    tp_rank=rank,
+                    **({"ep_size": tp_size, "ep_rank": rank} if whole_experts else {}),
+                    **options,
+                )
             )
-            for rank in range(tp_size)
+            for rank in (range(tp_size) if ranks is None else ranks)
         ]
-        for daemon in ranks:
+        for daemon in started:
             daemon.wait_until("ready")
-        yield ranks
+        yield started
