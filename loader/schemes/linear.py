@@ -107,13 +107,21 @@ class Linear:
         return self._wanted(suffix, shape, parts, dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
-        """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it."""
+        """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it.
+
+        A scalar of parts that are fused in the file is each one's.
+        """
         stack = self.weight.shape[:-2]
-        each = len(self.weight.parts) // math.prod(stack)
+        layers = [
+            (module, part)
+            for module, part in zip(self.modules, self.weight.parts, strict=True)
+            for _ in range(part.layers)
+        ]
+        each = len(layers) // math.prod(stack)
         axis = () if stack and each == 1 else (each,)
         parts = [
             _scalar(f"{module}.{suffix}", (*part.destination.start[:-2], *((place % each,) if axis else ())))
-            for place, (module, part) in enumerate(zip(self.modules, self.weight.parts, strict=True))
+            for place, (module, part) in enumerate(layers)
         ]
         return self._wanted(suffix, (*stack, *axis), parts, dtype)
 

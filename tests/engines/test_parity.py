@@ -8,7 +8,7 @@ from tests.engines import checkpoints
 from tests.engines.cases import CASES, Rank
 from tests.engines.cases.case import Case
 from tests.engines.cases.dense import LLAMA, SIX_HEADS
-from tests.engines.compare import loaded, served
+from tests.engines.compare import loaded, served, unlike_the_reference
 from tests.engines.engine import EngineError
 from tests.engines.held import differences
 from weightcached.protocol.errors import WeightCacheError
@@ -21,6 +21,7 @@ EVERY_RANK = [pytest.param(case, rank, id=f"{case.name}-{rank}") for case in CAS
 def test_our_loader_makes_what_the_engine_s_makes(vllm, checkpoint, case, rank):
     model = checkpoint(case)
     assert differences(vllm.held(model, case, rank), loaded(model, case, rank)) == []
+    assert unlike_the_reference(model, case, rank) == []
 
 
 @pytest.mark.timeout(300)

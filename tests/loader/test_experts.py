@@ -1,4 +1,4 @@
-"""Models with experts, through the real executor: each rank's bytes are those of naive slicing with torch.
+"""Models with experts, through the real executor: each rank's bytes are those of the naive reference.
 
 Tensor, expert and pipeline parallelism, alone and together, for every family. The oracle's case is among those of
 test_oracle.py and test_execute.py.
@@ -10,16 +10,12 @@ import re
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.support import expert_models
-from tests.support.execution import Outcome, load
-from tests.support.expert_shards import Spot, shard
 from tests.support.plans import cache_config, headers, parameters, plan
-from weightcached.loader.arithmetic import fp8_channel
+from tests.support.referenced import require_as_the_reference
+from tests.support.spots import Spot
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.plan import Cast, make_plan
 from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor
@@ -38,37 +34,14 @@ SPOTS = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
-    """(config.json, directory, tensors) of a small model of each family."""
+    """The directory of a small model of each family."""
     config = expert_models.config_of(request.param)
-    directory = expert_models.write(tmp_path_factory.mktemp("experts") / request.param, config)
-    return config, directory, load_file(directory / "model.safetensors")
-
-
-def bits(outcome: Outcome) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (row.dtype, row.shape, bytes(outcome.data[name])) for name, row in outcome.rows.items()}
-
-
-def naive_bits(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        name: (
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            value.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
-        )
-        for name, value in values.items()
-    }
+    return expert_models.write(tmp_path_factory.mktemp("experts") / request.param, config)
 
 
 @pytest.mark.parametrize("spot", SPOTS, ids=str)
 def test_each_rank_has_the_bytes_that_slicing_whole_tensors_gives(model, spot):
-    config, directory, tensors = model
-    outcome = load(directory, layout="fused", **spot.options)
-    expected = shard(tensors, config, spot)
-    if config["model_type"] == "deepseek_v3":
-        for name, value in expected.items():
-            if name.endswith("e_score_correction_bias"):
-                expected[name] = value.to(torch.float32)
-    assert bits(outcome) == naive_bits(expected)
+    require_as_the_reference(model, **spot.options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -180,21 +153,10 @@ def test_what_experts_are_to_a_reader_of_figures():
 
 
 @pytest.mark.parametrize("spot", [Spot(tp=2, tp_rank=1), Spot(ep=3, ep_rank=2)], ids=str)
-def test_fp8_takes_each_row_of_each_expert_as_a_channel_of_its_own(model, spot):
-    """What quantizing every expert by itself gives, in one parameter and one scale."""
-    config, directory, tensors = model
-    outcome = load(directory, layout="fused", quantization="fp8", **spot.options)
-    plain = shard(tensors, config, spot)
-    names = [name for name in plain if name.endswith(("w13_weight", "w2_weight"))]
-    assert names
-    for name in names:
-        scales = np.frombuffer(outcome.data[f"{name}_scale"], np.float32).reshape(*plain[name].shape[:-1], 1)
-        for expert, weight in enumerate(plain[name]):
-            quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-            (scale,) = fp8_channel(weight.float().contiguous(), quantized)
-            at = slice(expert * weight.numel(), (expert + 1) * weight.numel())
-            assert outcome.data[name][at] == quantized.view(torch.uint8).numpy().tobytes()
-            assert np.array_equal(scales[expert], scale.numpy())
+@pytest.mark.parametrize("method", ["fp8", "fp8-tensor", "fp8-block=8x16", "int8"])
+def test_each_expert_is_quantized_by_itself(model, spot, method):
+    outcome = require_as_the_reference(model, quantization=method, **spot.options)
+    assert any("_weight_scale" in name for name in outcome.rows)
 
 
 @pytest.fixture(scope="module", params=["plain", "fp8"])

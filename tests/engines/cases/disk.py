@@ -24,10 +24,10 @@ UNCALIBRATED = ("attn.q_scale", "attn.k_scale", "attn.v_scale", "attn.prob_scale
 ZERO_POINTS = ("attn.q_zero_point", "attn.k_zero_point", "attn.v_zero_point")
 
 GPTQ = (
-    Stored("qweight", "I32", lambda o, i: (i // 8, o), 1, 0),
-    Stored("qzeros", "I32", lambda o, i: (i // 32, o // 8), 1, 0),
-    Stored("scales", "BF16", lambda o, i: (i // 32, o), 1, 0),
-    Stored("g_idx", "I32", lambda o, i: (i,), fused="nothing"),
+    Stored("qweight", "I32", lambda o, i: (i // 8, o), 1),
+    Stored("qzeros", "I32", lambda o, i: (i // 32, o // 8), 1),
+    Stored("scales", "BF16", lambda o, i: (i // 32, o), 1),
+    Stored("g_idx", "I32", lambda o, i: (i,), needed=False),
 )
 
 
