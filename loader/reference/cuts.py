@@ -73,7 +73,6 @@ _AXES = {
     "bias": Axes(0, None),
     "blocks": Axes(0, 1),
     "block_scales": Axes(0, 1),
-    "stacked": Axes(1, 0),
 }
 _BY_GROUP = ("weight_scale", "weight_zero_point", "qzeros", "scales")
 

@@ -18,13 +18,18 @@ def stacked(each: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
 
 
 def of_a_stack(tensor: torch.Tensor, place: Place, ranks: Ranks) -> torch.Tensor:
-    """GPT-OSS's: ``[experts, in, out]``, or in blocks of 32 inputs ``[experts, out, in / 32, 16]``.
+    """Of ``[experts, out, in]``, where gate is above up. Else GPT-OSS's: ``[experts, in, out]``, or in blocks of 32
+    inputs ``[experts, out, in / 32, 16]``.
 
-    Gate and up alternate along the outputs, and stay so. The second bias is there once: other ranks have zeros.
+    There gate and up alternate along the outputs, and stay so; the second bias is there once: other ranks have zeros.
     """
     is_first = place.kind.startswith("w13")
     match place.suffix:
-        case "stacked":
+        case "stack" if is_first:
+            return torch.cat([ranks.share(half, 1) for half in tensor.chunk(2, 1)], 1)
+        case "stack":
+            return ranks.share(tensor, 2)
+        case "turned_stack":
             return ranks.share(tensor, 2 if is_first else 1).transpose(1, 2)
         case "bias" if is_first:
             return ranks.share(tensor, 1)

@@ -29,7 +29,7 @@ PARTS = {"qkv_proj": 3, "c_attn": 3, "fused_qkv_a_proj": 2, "gate_up_proj": 2, "
 
 _OF_AN_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?P<suffix>\w+)")
 _STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up|down)_proj(?:_(?P<ending>\w+))?")
-_STACKED_SUFFIXES = {None: "stacked", "bias": "bias", "blocks": "blocks", "scales": "block_scales"}
+_STACKED_SUFFIXES = {None: "stack", "bias": "bias", "blocks": "blocks", "scales": "block_scales"}
 _STACKED_KINDS = {None: "weight", "bias": "bias", "blocks": "weight", "scales": "weight_scale"}
 
 _KV_SCALE = re.compile(
@@ -109,6 +109,7 @@ def places(name: str, model: Model, *, has_latent_queries: bool) -> list[Place]:
     if (match := _STACKED.fullmatch(name)) and match["ending"] in _STACKED_SUFFIXES:
         weight = "w13" if match["projection"] == "gate_up" else "w2"
         kind, suffix = f"{weight}_{_STACKED_KINDS[match['ending']]}", _STACKED_SUFFIXES[match["ending"]]
+        suffix = "turned_stack" if suffix == "stack" and model.is_gpt_oss else suffix
         return [Place(f"{match['experts']}.routed_experts", kind, suffix)]
     module, _, suffix = name.rpartition(".")
     owner, _, word = module.rpartition(".")
@@ -131,6 +132,8 @@ def _respelled(name: str, model: Model) -> str:
         return f"transformer.{name}"
     if model.is_gpt_oss:
         return re.sub(r"^model\.embed_tokens\.", "model.embedding.", name.replace(".self_attn.", ".attn."))
+    if model.architecture == "MixtralForCausalLM":
+        return name.replace(".mlp.", ".block_sparse_moe.")
     if model.is_bert:
         name = re.sub(r"\.LayerNorm\.gamma$", ".LayerNorm.weight", name)
         name = re.sub(r"\.LayerNorm\.beta$", ".LayerNorm.bias", name)

@@ -47,7 +47,7 @@ class Reference:
             self._products = {
                 name: [name + ending for ending in made_of_each]
                 for name, ((place, _), *_) in self._sources.items()
-                if made_of_each and place.suffix in ("weight", "stacked") and is_linear(place.layer)
+                if made_of_each and place.suffix in ("weight", "stack", "turned_stack") and is_linear(place.layer)
             }
             self._weights = {product: name for name, products in self._products.items() for product in products}
 

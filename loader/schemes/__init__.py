@@ -70,6 +70,12 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
                 expected="a checkpoint that is not quantized",
                 found=shown(scheme),
             )
+        if layer.is_stack_on_disk and not isinstance(scheme, Mxfp4):
+            raise UnsupportedModel(
+                f"{layer.modules[0]} has all experts in one tensor, and how quantized ones lie in it is not known",
+                expected="a tensor for each projection of each expert, or a checkpoint that is not quantized",
+                next_step="save the model with a tensor for each expert (Transformers: save_original_format=True)",
+            )
         made = scheme.quantized(layer)
         parameters.extend(made.parameters)
         excuses.update(made.excuses)

@@ -77,6 +77,11 @@ class Linear:
         return len(self.weight.shape) > 2
 
     @property
+    def is_stack_on_disk(self) -> bool:
+        """Whether these are experts that the file has in one tensor."""
+        return len(self.weight.parts[0].shape) > 2
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The checkpoint's name of each part's module."""
         return tuple(part.source.removesuffix(WEIGHT) for part in self.weight.parts)

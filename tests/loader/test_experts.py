@@ -11,6 +11,7 @@ import time
 import tracemalloc
 
 import pytest
+import torch
 
 from tests.support import expert_models
 from tests.support.plans import cache_config, headers, parameters, plan
@@ -18,7 +19,7 @@ from tests.support.referenced import require_as_the_reference
 from tests.support.spots import Spot
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.plan import Cast, make_plan
-from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor
+from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor, UnsupportedModel
 
 FAMILIES = list(expert_models.CONFIGS)
 
@@ -58,6 +59,60 @@ def test_names_and_shapes_are_those_that_transformers_writes(tmp_path, family):
         written = make_plan(checkpoint.tensors, checkpoint.config, cache_config(checkpoint.config))
     ours = plan(config, headers(shapes))
     assert [(p.name, p.shape) for p in written.parameters] == [(p.name, p.shape) for p in ours.parameters]
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "gpt_oss"])
+def saved_in_stacks(request, tmp_path_factory):
+    """(a directory, another) of one model as Transformers saves it: each expert's tensors, and one stack of all."""
+    transformers = pytest.importorskip("transformers")
+    config = {key: value for key, value in expert_models.config_of(request.param).items() if key != "architectures"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.bfloat16
+    )
+    each, stacks = tmp_path_factory.mktemp(f"{request.param}-each"), tmp_path_factory.mktemp(f"{request.param}-stacks")
+    model.save_pretrained(each)
+    model.save_pretrained(stacks, save_original_format=False)
+    return each, stacks
+
+
+@pytest.mark.parametrize(
+    "spot",
+    [
+        Spot(),
+        Spot(tp=4, tp_rank=3),
+        Spot(ep=3, ep_rank=1),
+        Spot(ep=2, ep_rank=1, round_robin=True),
+        Spot(pp=2, pp_rank=0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=str)
+def test_experts_in_one_tensor_on_disk_are_those_in_one_each(saved_in_stacks, spot, options):
+    each, stacks = (require_as_the_reference(directory, **spot.options, **options) for directory in saved_in_stacks)
+    assert dict(each.data) == dict(stacks.data)
+    names = stacks.prepared.plan.accounting.loaded
+    assert any(name.endswith("experts.gate_up_proj") for name in names)
+    assert not any(re.search(r"experts\.\d", name) for name in names)
+
+
+def test_experts_both_in_one_tensor_and_in_one_each_are_too_many():
+    config = expert_models.config_of("qwen3_moe")
+    shapes = expert_models.shapes_of(config)
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    with pytest.raises(MissingTensor, match="down_proj") as caught:
+        plan(config, headers({**shapes, stack: (6, 32, 32)}))
+    assert "model.layers.1.mlp.experts.0.down_proj.weight" in caught.value.found
+
+
+def test_scales_beside_experts_in_one_tensor_are_refused_by_name():
+    """No tool is known to write them, so nothing is known of how they lie."""
+    config = expert_models.config_of("qwen3_moe", num_hidden_layers=2)
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    shapes = {name: shape for name, shape in expert_models.shapes_of(config).items() if ".experts." not in name}
+    at = "model.layers.1.mlp.experts"
+    shapes |= {f"{at}.gate_up_proj": (6, 32, 32), f"{at}.down_proj": (6, 32, 16)}
+    with pytest.raises(UnsupportedModel, match=re.escape(at)):
+        plan(config, headers(shapes))
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
