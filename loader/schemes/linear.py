@@ -106,7 +106,7 @@ class Linear:
             try:
                 made = cut(Matrix.of(self.weight, part), rows, columns, inputs_first)
             except Misaligned as fault:
-                raise _misaligned(part.source, name, fault) from None
+                raise _misaligned(part.source, name, fault, is_of_experts=bool(stack)) from None
             shape = (*stack, *made.shape)
             parts.append(made.stacked(name, part) if stack else Part(name, made.whole, made.box, made.destination))
         return self._wanted(suffix, shape, parts, dtype)
@@ -178,12 +178,13 @@ def _scalar(source: str, place: Shape) -> Part:
     return Part(source, (1,), whole((1,)), Box(place, (1,) * len(place)), same_as=((),))
 
 
-def _misaligned(weight: str, tensor: str, fault: Misaligned) -> UnsupportedModel:
+def _misaligned(weight: str, tensor: str, fault: Misaligned, *, is_of_experts: bool) -> UnsupportedModel:
     source, axis = fault.source, fault.axis
+    whole = " or whole experts on each rank (--ep-size)," if is_of_experts else ""
     return UnsupportedModel(
         f"this rank's share of {weight} does not align with {tensor}: {fault}",
         expected=f"shares that are whole {axis.unit}s of {axis.per}",
         found=f"elements {source.start} to {source.start + source.count} of the checkpoint's {source.total}, "
         f"from {fault.target.start} on in the fused layer",
-        next_step="use a smaller TP size, or a checkpoint that is not quantized",
+        next_step=f"use a smaller TP size,{whole} or a checkpoint that is not quantized",
     )

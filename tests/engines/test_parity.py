@@ -13,7 +13,16 @@ from tests.engines.engine import EngineError
 from tests.engines.held import differences
 from weightcached.protocol.errors import WeightCacheError
 
-EVERY_RANK = [pytest.param(case, rank, id=f"{case.name}-{rank}") for case in CASES for rank in case.ranks()]
+
+def _here(case: Case) -> list[pytest.MarkDecorator]:
+    """Skipped only for what the processor lacks, with the reason."""
+    return [pytest.mark.skipif(case.why_not_here is not None, reason=str(case.why_not_here))]
+
+
+EVERY_CASE = [pytest.param(case, id=case.name, marks=_here(case)) for case in CASES]
+EVERY_RANK = [
+    pytest.param(case, rank, id=f"{case.name}-{rank}", marks=_here(case)) for case in CASES for rank in case.ranks()
+]
 
 
 @pytest.mark.timeout(300)  # the first starts the engine
@@ -25,7 +34,7 @@ def test_our_loader_makes_what_the_engine_s_makes(vllm, checkpoint, case, rank):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_a_daemon_gives_an_engine_what_its_own_loader_would(vllm, checkpoint, tmp_path, case):
     """At the last rank: where a mistaken rank, group or padding shows most."""
     model, rank = checkpoint(case), list(case.ranks())[-1]

@@ -6,7 +6,7 @@ from tests.support.execution import load
 from tests.support.quantized import bits, config_of, tensors_of, without, write
 from tests.support.quantized_cases import CASES
 from tests.support.referenced import require_as_the_reference
-from weightcached.protocol.errors import MissingTensor, UnexpectedTensor
+from weightcached.protocol.errors import MissingTensor, UnexpectedTensor, UnsupportedModel
 
 SCHEMES = [
     "fp8, one scale a tensor",
@@ -57,6 +57,15 @@ def test_ranks_that_hold_some_experts_and_stages_that_hold_some_layers(tmp_path,
     assert "expert-parallel" in account.ignored[f"model.layers.1.block_sparse_moe.experts.0.w2.{scheme[-1].suffix}"]
     if "fp8" in case:
         assert {account.ignored[scale], account.ignored[zero_point]} == {"of another pipeline stage"}
+
+
+def test_a_share_of_experts_that_is_not_whole_blocks_is_refused_and_whole_experts_are_not(tmp_path):
+    config, _, tensors = mixtral("fp8, blocks", num_hidden_layers=1, intermediate_size=48)
+    directory = write(tmp_path, tensors, config)
+    with pytest.raises(UnsupportedModel, match="not whole blocks of 16") as caught:
+        load(directory, layout="fused", tp_size=2, tp_rank=1)
+    assert "--ep-size" in (caught.value.next_step or "")
+    require_as_the_reference(directory, ep_size=2, ep_rank=1)
 
 
 def test_a_scale_of_one_expert_that_is_missing_is_named(tmp_path):

@@ -116,6 +116,9 @@ def test_blocks_may_be_short_where_the_matrix_ends(tmp_path):
         ("awq", {"intermediate_size": 80}, 4, "mlp.gate_proj", "packed integer"),
         ("gptq", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
         ("int4, groups", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
+        ("compressed-tensors fp8, blocks", {"intermediate_size": 48}, 4, "mlp.gate_proj", "block"),
+        ("int4, groups with zero points", {"head_dim": 4, "hidden_size": 64}, 2, "self_attn.k_proj", "packed integer"),
+        ("int8 packed, groups", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
     ],
 )
 def test_a_share_that_does_not_align_is_refused_on_every_rank(tmp_path, case, sizes, size, layer, unit):
