@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from weightcached.loader.architectures.rows import Wanted
+from weightcached.loader.schemes import kv_cache
 from weightcached.loader.schemes.awq import Awq
 from weightcached.loader.schemes.compressed_tensors import CompressedTensors
 from weightcached.loader.schemes.fp8 import Fp8
@@ -80,13 +81,14 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
         parameters.extend(made.parameters)
         excuses.update(made.excuses)
     if method.kv_scale is not None:
-        attentions = {
-            part.source.rsplit(".", 2)[0]: one.name.rsplit(".", 2)[0] for one in parameters for part in one.parts
-        }
-        spoken_for = {part.source for one in parameters for part in one.parts}
-        left = [name for name in present if name not in spoken_for]
-        parameters.extend(kv_scales(left, attentions, method.kv_scale))
-        excuses.update(zero_points(left, attentions))
+        candidates = {name for name in present if name.endswith(kv_cache.ENDINGS)}
+        left = candidates.difference(part.source for one in parameters for part in one.parts)
+        if left:
+            attentions = {
+                part.source.rsplit(".", 2)[0]: one.name.rsplit(".", 2)[0] for one in parameters for part in one.parts
+            }
+            parameters.extend(kv_scales(left, attentions, method.kv_scale))
+            excuses.update(zero_points(left, attentions))
     return Quantized(tuple(parameters), excuses)
 
 

@@ -100,6 +100,8 @@ class Linear:
 
         ``ending``: how its name in the file goes on after the module's, where that is not the same.
         """
+        if (suffix, rows, columns, inputs_first, ending) == ("weight", EACH, EACH, False, None):
+            return self._wanted(suffix, self.weight.shape, self.weight.parts, dtype)
         stack, shape, parts = self.weight.shape[:-2], self.weight.shape, []
         for module, part in zip(self.modules, self.weight.parts, strict=True):
             name = f"{module}.{suffix}" if ending is None else f"{module}{ending}"
