@@ -1,7 +1,6 @@
 """A weight set over an honest grant: names, views, aliases, lifetimes, private writes, digests."""
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,31 +13,20 @@ from hypothesis import strategies as st
 
 from tests.client.conftest import RECEIPTS, TENSORS
 from tests.support.resources import memfd_mappings
+from tests.support.weight_sets import plain_row, weights_of_grant, weights_of_rows
 from weightcached.client import WeightSet
 from weightcached.client.transfer import map_segments
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import TransferError
-from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting, Row, encode_manifest
-from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant, sealed_memory
+from weightcached.protocol.manifest import Manifest
+from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant
 
 Open = Callable[[HonestGrant], WeightSet]
 
 
 @pytest.fixture
 def opened() -> Open:
-    """A weight set over a grant's memory, without a daemon."""
-
-    def run(grant: HonestGrant) -> WeightSet:
-        return WeightSet(
-            Manifest.decode(grant.manifest),
-            map_segments([grant.fds[1]], [len(grant.segment)]),
-            source="disk",
-            version=grant.message.version,
-            receipts_version=grant.message.receipts_version,
-            lease=None,
-        )
-
-    return run
+    return weights_of_grant
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -139,12 +127,12 @@ def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None
     values = torch.arange(12, dtype=torch.float32).numpy().tobytes()
     data = values + bytes(512 - len(values)) + b"\1\2\3"
     rows = [
-        _row("transposed", 0, 48, (4, 3), (1, 4), "float32"),
-        _row("expanded", 0, 16, (5, 4), (0, 1), "float32"),
-        _row("tail", 512, 3, (3,), (1,), "uint8"),
-        _row("hollow", 512, 0, (2, 0), (1, 1), "float64"),
+        plain_row("transposed", 0, 48, (4, 3), (1, 4), "float32"),
+        plain_row("expanded", 0, 16, (5, 4), (0, 1), "float32"),
+        plain_row("tail", 512, 3, (3,), (1,), "uint8"),
+        plain_row("hollow", 512, 0, (2, 0), (1, 1), "float64"),
     ]
-    with _weights(rows, data, config) as weights:
+    with weights_of_rows(rows, data, config=config) as weights:
         matrix = torch.arange(12, dtype=torch.float32).reshape(3, 4)
         assert weights["transposed"].stride() == (1, 4)
         assert torch.equal(weights["transposed"], matrix.T)
@@ -154,8 +142,8 @@ def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None
 
 
 def test_a_segment_without_a_byte(config: CacheConfig) -> None:
-    rows = [_row("hollow", 0, 0, (0, 4), (4, 1), "bfloat16")]
-    with _weights(rows, b"", config) as weights:
+    rows = [plain_row("hollow", 0, 0, (0, 4), (4, 1), "bfloat16")]
+    with weights_of_rows(rows, b"", config=config) as weights:
         assert weights["hollow"].shape == (0, 4)
         assert weights.resident_bytes == 0
 
@@ -172,41 +160,6 @@ def test_making_a_thousand_tensors_costs_milliseconds(count: int, config: CacheC
                 assert len([weights[name] for name in weights]) == count
                 seconds.append(time.perf_counter() - started)
         assert min(seconds) < 0.05
-
-
-def _row(name: str, offset: int, nbytes: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> Row:
-    return Row(
-        name=name,
-        segment=0,
-        offset=offset,
-        nbytes=nbytes,
-        shape=shape,
-        stride=stride,
-        dtype=dtype,
-        digest=bytes(16),
-    )
-
-
-def _weights(rows: list[Row], data: bytes, config: CacheConfig) -> WeightSet:
-    meta = ManifestMeta(
-        generation="0" * 32,
-        version="v",
-        receipts_version="r",
-        fingerprint=config.fingerprint,
-        config=config.model_dump(),
-        digest=None,
-        segments_nbytes=(len(data),),
-        bytes_read=0,
-        bytes_kept=0,
-        seconds={},
-    )
-    manifest = Manifest.decode(encode_manifest(meta, rows, NameAccounting()))
-    fd = sealed_memory(data)
-    try:
-        segments = map_segments([fd], [len(data)])
-    finally:
-        os.close(fd)
-    return WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
 
 
 HONEST_TENSORS = {
