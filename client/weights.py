@@ -154,6 +154,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 next_step="if this process did not write to them itself, report a bug",
             )
 
+    def revert(self) -> None:
+        """Undo whatever this process wrote to mapped weights, and give that memory back: every tensor and array shows
+        the bytes that were attached. Nobody may compute with them meanwhile. ValueError after :meth:`close`.
+        """
+        for segment in self._open():
+            segment.revert()
+
     def close(self) -> None:
         """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""
         if self.lease is not None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # there, so that what comes without it is a test of its own
 import numpy as np
 import pytest
 import torch
@@ -30,7 +31,6 @@ def row_of(dtype: str) -> Any:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_dtype_is_numpys_or_that_of_ml_dtypes_and_has_bits(dtype: str, config: CacheConfig) -> None:
-    pytest.importorskip("ml_dtypes")
     itemsize = DTYPES[dtype].itemsize_bytes
     data = bytes(number % 2 for number in range(6 * itemsize))
     with weights_of_rows([row_of(dtype)], data, config=config) as weights:

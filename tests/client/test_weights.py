@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.client.conftest import RECEIPTS, TENSORS
-from tests.support.resources import memfd_mappings
+from tests.support.resources import memfd_mappings, private_nbytes
 from tests.support.weight_sets import plain_row, weights_of_grant, weights_of_rows
 from weightcached.client import WeightSet
 from weightcached.client.transfer import map_segments
@@ -120,6 +120,22 @@ def test_a_write_stays_with_the_writer(grant: HonestGrant, opened: Open) -> None
         other.verify()
         with pytest.raises(TransferError, match="codes"):
             one.verify()
+
+
+def test_reverting_gives_the_bytes_back_that_were_attached_and_the_memory(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        kept = weights["codes"]
+        kept.view(torch.uint8).fill_(7)
+        assert private_nbytes() > 0
+        weights.revert()
+        assert raw(kept) == TENSORS["codes"].data
+        assert private_nbytes() == 0
+        kept.view(torch.uint8).fill_(8)  # as before
+        assert weights.differing() == ["codes"]
+        weights.revert()
+        weights.verify()
+    with pytest.raises(ValueError, match="closed"):
+        weights.revert()
 
 
 def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None:

@@ -84,7 +84,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_every_marked_block_is_run_by_a_test() -> None:
-    assert blocks().keys() == {"serve", "attach.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"}
+    assert blocks().keys() == {
+        *("serve", "attach.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
+        *("several", "draft.py"),
+    }
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -126,6 +129,15 @@ def test_weights_outlive_their_daemon(shell: Shell) -> None:
     generations = re.findall(r"^[0-9a-f]{32}$", output, re.M)
     assert len(generations) == 2, output
     assert generations[0] == generations[1]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_draft_beside_its_target(shell: Shell, tmp_path: Path) -> None:
+    (shell.directory / "draft.py").write_text(blocks()["draft.py"][1])
+    shell.environment["DRAFT"] = str(make_checkpoint(tmp_path / "draft", nbytes=2 << 20).directory)
+    output = shell.run(commands("several"), then="weightcached status")
+    assert re.search(r"^draft/host-tp0of1 +ready", output, re.M)
+    assert re.search(r"^\[\[1, 2, 3(, \d+)+\]\]$", output, re.M)
 
 
 @pytest.mark.timeout(TIMEOUT_S)
