@@ -36,6 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate(nbytes: int, *, name: str) -> int:
@@ -125,6 +126,14 @@ class Mapping:
     @property
     def closed(self) -> bool:
         return not self._unmap.alive
+
+    def revert(self) -> None:
+        """Of a private mapping: give up the pages of its own, so that it shows the segment's bytes again."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        if _libc.madvise(self.address, max(self.nbytes, 1), mmap.MADV_DONTNEED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def view(self) -> memoryview:
         """The mapped bytes; keeps the mapping alive. Writable: of a read-only mapping, a write kills the process."""
