@@ -1,0 +1,212 @@
+"""Models of Transformers over the weight cache: its own ``from_pretrained``, with the reading of files replaced.
+
+Owns which weights a load gets (from a daemon, or by the contract none, and then Transformers reads the files itself),
+and how long they are kept. What is replaced in Transformers is `hooks.py`'s, what fits is `fit.py`'s.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
+
+from weightcached.client.attach import attach
+from weightcached.client.own_loader import attach_or_none
+from weightcached.client.transformers import fit
+from weightcached.client.transformers.hooks import Found, reading
+from weightcached.client.weights import WeightSet
+from weightcached.protocol.errors import BindError, InvalidOption
+
+if TYPE_CHECKING:
+    import os
+
+Source = Callable[[Path], "WeightSet | None"]
+"""Weights for the checkpoint in a directory; ``None``: Transformers is to read the files."""
+
+_NOT_A_WHOLE_MODEL = frozenset(
+    {"layout", "quantization", "expert_placement", "tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank"}
+)
+_weights: WeakKeyDictionary[Any, WeightSet] = WeakKeyDictionary()
+
+
+def from_pretrained(
+    model_class: Any,
+    model: str | os.PathLike[str],
+    *model_args: Any,
+    weight_cache: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model_class.from_pretrained(model, *model_args, **kwargs)``, its parameters mapped from the daemon at a place.
+
+    ``model_class`` is a model class of Transformers or an Auto class. ``weight_cache`` has options of
+    :func:`weightcached.client.attach`: mode, name, runtime_dir, dtype and so on. All else is as Transformers has it: a
+    model in evaluation mode (or a pair with ``output_loading_info=True``), buffers of its own, weights that the
+    checkpoint lacks newly initialised with Transformers' warning.
+
+    Where mode ``client`` finds no daemon, and in mode ``off``, Transformers reads the files; the first is warned of and
+    counted. Raises InvalidOption for arguments that cannot be honoured (a device, quantization while loading, a state
+    dict, other files than the checkpoint's), UnsupportedModel where Transformers would have to convert tensors,
+    BindError where it would have to cast them, and the errors of ``attach``.
+    """
+    with weights_from_cache(**(weight_cache or {})):
+        return model_class.from_pretrained(model, *model_args, **kwargs)
+
+
+@contextmanager
+def weights_from_cache(**options: Any) -> Iterator[None]:
+    """In this block, and by this thread, every ``from_pretrained`` of Transformers has its weights from the daemon.
+
+    ``options`` are those of :func:`weightcached.client.attach`. As :func:`from_pretrained` otherwise. Raises BindError
+    at the end of a block in which nothing was loaded: its load was somewhere else, and not from the cache.
+    """
+    _require_usable(options)
+    granted: dict[int, WeightSet] = {}  # those that no model has yet
+
+    def source(directory: Path) -> WeightSet | None:
+        weights = attach_or_none(directory, **options)
+        if weights is not None:
+            granted[id(weights)] = weights
+        return weights
+
+    def keep(model: Any, weights: WeightSet) -> None:
+        _weights[model] = weights
+        finalize(model, weights.close).atexit = False
+        del granted[id(weights)]
+
+    reader = _Reader(source, delivered=keep)
+    try:
+        with reading(reader):
+            yield
+    finally:
+        for weights in granted.values():
+            weights.close()
+    if not reader.asked:
+        raise BindError(
+            "no model was loaded in a block that takes weights from the cache",
+            expected="a call of from_pretrained of Transformers, in the block, by the thread that entered it",
+            found="none that reads a checkpoint's files",
+            next_step="put the call into the block; a directory of a distributed checkpoint cannot be cached",
+        )
+
+
+@contextmanager
+def binding_to(weights: WeightSet) -> Iterator[None]:
+    """In this block, and by this thread, ``from_pretrained`` binds to ``weights``, which stay the caller's to close.
+
+    The directory it is called with needs ``config.json``, and not the files of the weights.
+    """
+    with reading(_Reader(lambda _: weights, delivered=lambda *_: None)):
+        yield
+
+
+def weights_of(model: Any) -> WeightSet | None:
+    """The weights that ``model`` was bound to: version, generation, lease. ``None`` where Transformers read the files.
+
+    The lease is given back when ``model`` is gone, or by :meth:`WeightSet.close`; the parameters stay valid as long as
+    anything refers to them.
+    """
+    return _weights.get(model)
+
+
+def _require_usable(options: Mapping[str, Any]) -> None:
+    """Refuses what ``attach`` does not know, and shares of a model or values that Transformers would not make."""
+    inspect.signature(attach).bind("model", **options)
+    for name in sorted(options.keys() & _NOT_A_WHOLE_MODEL):
+        raise _refused(f"the option {name} of the weight cache", options[name])
+
+
+class _NoFiles(list[str]):
+    """What Transformers gets where it asked for files: none, and with them the weights to have instead."""
+
+    def __init__(self, weights: WeightSet) -> None:
+        super().__init__()
+        self.weights = weights
+
+
+class _Reader:
+    """Loads from what ``source`` gives; ``delivered`` hears of each model and its weights."""
+
+    def __init__(self, source: Source, *, delivered: Callable[[Any, WeightSet], None]) -> None:
+        self.asked = False
+        self._source = source
+        self._delivered = delivered
+
+    def find(self, asked: Mapping[str, Any], ask: Callable[[], Found]) -> Found:
+        explicit = asked.get("transformers_explicit_filename")
+        if explicit is not None and explicit.startswith("adapter_model."):
+            return ask()  # PEFT's, whose files are read beside the model's
+        self.asked = True
+        _require_whole_checkpoint(asked, explicit)
+        weights = self._source(_directory(asked, ask))
+        if weights is None:
+            return ask()
+        _require_no_metadata(weights)
+        from transformers.modeling_utils import get_state_dict_dtype
+
+        return _NoFiles(weights), {"dtype": get_state_dict_dtype(weights)}
+
+    def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
+        files, load_config = call.arguments["checkpoint_files"], call.arguments["load_config"]
+        if not isinstance(files, _NoFiles):
+            return load()
+        fit.require_plain(load_config, call.arguments["state_dict"])
+        if files:
+            raise _refused("the configuration's further files", ", ".join(files))
+        model, weights = call.arguments["model"], files.weights
+        tensors = dict(weights)
+        fit.require_mappable(model, tensors, load_config)
+        call.arguments.update(state_dict=tensors, checkpoint_files=None)
+        result = load()
+        storages = fit.storages_of(tensors.values())
+        info = result[0] if isinstance(result, tuple) else result
+        fit.give_buffers_memory(model, storages)
+        lacking = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
+        fit.require_mapped(model, storages, without=lacking)
+        self._delivered(model, weights)
+        return result
+
+
+def _directory(asked: Mapping[str, Any], ask: Callable[[], Found]) -> Path:
+    """Where the checkpoint is. A hub id is resolved by Transformers, which downloads what is not there."""
+    name = asked["pretrained_model_name_or_path"]
+    if name is None:
+        raise _refused("state_dict", "weights of its own, and no checkpoint")
+    directory = Path(name)
+    if directory.is_dir():
+        return directory / ((asked.get("download_kwargs") or asked).get("subfolder") or "")
+    files, _ = ask()
+    if not files:
+        raise _refused("a checkpoint without files", name)
+    return Path(files[0]).parent
+
+
+def _require_whole_checkpoint(asked: Mapping[str, Any], explicit: str | None) -> None:
+    """The daemon holds what the index names; an argument for other files than these is refused by its name."""
+    named = {
+        "variant": asked.get("variant"),
+        "gguf_file": asked.get("gguf_file"),
+        "use_safetensors": None if asked.get("use_safetensors") is not False else "False",
+        "transformers_weights in config.json": explicit,
+    }
+    for option, value in named.items():
+        if value is not None:
+            raise _refused(option, value)
+
+
+def _require_no_metadata(weights: WeightSet) -> None:
+    """Methods whose tensors are more than a name, a shape and a dtype are refused by name."""
+    config: Any = weights.meta.config["model"]
+    if (config.get("quantization_config") or {}).get("quant_method") == "torchao":
+        raise _refused("a checkpoint quantized with torchao", "tensors whose form stands in the files' metadata")
+
+
+def _refused(what: str, value: object) -> InvalidOption:
+    return InvalidOption(
+        f"{what} cannot be had together with the weight cache",
+        expected="the tensors of *.safetensors as config.json and the index name them",
+        found=value,
+        next_step="leave it out, or load without the weight cache",
+    )
