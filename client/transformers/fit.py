@@ -96,17 +96,13 @@ def give_buffers_memory(model: Any, storages: Iterable[int]) -> None:
             module._buffers[name] = own[id(buffer)]
 
 
-def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str]) -> int:
-    """Number of the parameters that lie in ``storages``. Raises BindError naming those that do not, though the weights
-    have them: all but the names in ``without``.
+def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str]) -> None:
+    """Raises BindError naming parameters that do not lie in ``storages`` though the weights have them (all but those in
+    ``without``), and where the weights have none of the module's.
     """
     mapped, missing = frozenset(storages), frozenset(without)
-    count, copied = 0, []
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and _address(parameter) in mapped:
-            count += 1
-        elif not parameter.is_meta and name not in missing:
-            copied.append(name)
+    loaded = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+    copied = [name for name, one in loaded.items() if _address(one) not in mapped and name not in missing]
     if copied:
         raise BindError(
             f"{len(copied)} parameters of {type(model).__name__} are copies",
@@ -114,7 +110,13 @@ def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str
             found=_listed(copied),
             next_step=ENGINE_MADE,
         )
-    return count
+    if not loaded.keys() - missing:
+        raise BindError(
+            f"the weights have none of the parameters of {type(model).__name__}",
+            expected="the class that config.json names, or one that shares its body",
+            found=f"{len(missing)} parameters that would be newly initialised: {_listed(sorted(missing))}",
+            next_step="load it with the class that belongs to the checkpoint",
+        )
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:

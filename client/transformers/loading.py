@@ -7,6 +7,7 @@ and how long they are kept. What is replaced in Transformers is `hooks.py`'s, wh
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,7 @@ def weights_from_cache(**options: Any) -> Iterator[None]:
 
     def keep(model: Any, weights: WeightSet) -> None:
         _weights[model] = weights
-        finalize(model, weights.close).atexit = False
+        finalize(model, _close_aside, weights).atexit = False
         del granted[id(weights)]
 
     reader = _Reader(source, delivered=keep)
@@ -116,6 +117,11 @@ def _require_usable(options: Mapping[str, Any]) -> None:
     inspect.signature(attach).bind("model", **options)
     for name in sorted(options.keys() & _NOT_A_WHOLE_MODEL):
         raise _refused(f"the option {name} of the weight cache", options[name])
+
+
+def _close_aside(weights: WeightSet) -> None:
+    """A finalizer may run in the middle of anything, the lease's own work too: whoever waits for that may not be it."""
+    threading.Thread(target=weights.close, name="weights of a model that is gone", daemon=True).start()
 
 
 class _NoFiles(list[str]):
