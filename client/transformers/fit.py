@@ -54,6 +54,7 @@ def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_confi
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     wanted = model.state_dict()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    plain = load_config.hf_quantizer is None  # else integers stay what they are
     converted, cast = [], []
     for name, tensor in tensors.items():
         target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
@@ -63,7 +64,7 @@ def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_confi
             continue
         if converter is not None:
             converted.append(name)
-        elif target in parameters and wanted[target].dtype != tensor.dtype:
+        elif target in parameters and wanted[target].dtype != tensor.dtype and (plain or tensor.is_floating_point()):
             cast.append(f"{name} is {_short(tensor.dtype)}, not {_short(wanted[target].dtype)}")
     if converted:
         raise UnsupportedModel(
