@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -17,8 +18,11 @@ from weakref import WeakKeyDictionary, finalize
 from weightcached.client.attach import attach
 from weightcached.client.own_loader import attach_or_none
 from weightcached.client.transformers import fit
+from weightcached.client.transformers.engine import ADAPTER
 from weightcached.client.transformers.hooks import Found, reading
 from weightcached.client.weights import WeightSet
+from weightcached.protocol.config import Parallel
+from weightcached.protocol.engines import EngineRequest, engine_key
 from weightcached.protocol.errors import BindError, InvalidOption
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ Source = Callable[[Path], "WeightSet | None"]
 """Weights for the checkpoint in a directory; ``None``: Transformers is to read the files."""
 
 _NOT_A_WHOLE_MODEL = frozenset(
-    {"layout", "quantization", "expert_placement", "tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank"}
+    {"engine", "quantization", "expert_placement", "tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank"}
 )
 _weights: WeakKeyDictionary[Any, WeightSet] = WeakKeyDictionary()
 
@@ -42,10 +46,10 @@ def from_pretrained(
 ) -> Any:
     """``model_class.from_pretrained(model, *model_args, **kwargs)``, its parameters mapped from the daemon at a place.
 
-    ``model_class`` is a model class of Transformers or an Auto class. ``weight_cache`` has options of
-    :func:`weightcached.client.attach`: mode, name, runtime_dir, dtype and so on. All else is as Transformers has it: a
-    model in evaluation mode (or a pair with ``output_loading_info=True``), buffers of its own, weights that the
-    checkpoint lacks newly initialised with Transformers' warning.
+    ``model_class`` is a model class of Transformers or an Auto class. ``weight_cache`` has the options of
+    :func:`weights_from_cache`. All else is as Transformers has it: a model in evaluation mode (or a pair with
+    ``output_loading_info=True``), buffers of its own, weights that the checkpoint lacks newly initialised with
+    Transformers' warning.
 
     Where mode ``client`` finds no daemon, and in mode ``off``, Transformers reads the files; the first is warned of and
     counted. Raises InvalidOption for arguments that cannot be honoured (a device, quantization while loading, a state
@@ -60,14 +64,17 @@ def from_pretrained(
 def weights_from_cache(**options: Any) -> Iterator[None]:
     """In this block, and by this thread, every ``from_pretrained`` of Transformers has its weights from the daemon.
 
-    ``options`` are those of :func:`weightcached.client.attach`. As :func:`from_pretrained` otherwise. Raises BindError
-    at the end of a block in which nothing was loaded: its load was somewhere else, and not from the cache.
+    ``options`` are those of :func:`weightcached.client.attach` (mode, name, runtime_dir, dtype and so on).
+    ``layout="transformers"`` is for a daemon with ``--engine transformers``, ``engine_arguments`` are what stands after
+    its ``--``. As :func:`from_pretrained` otherwise. Raises BindError at the end of a block in which nothing was
+    loaded: its load was somewhere else, and not from the cache.
     """
+    engine_arguments = tuple(options.pop("engine_arguments", ()))
     _require_usable(options)
     granted: dict[int, WeightSet] = {}  # those that no model has yet
 
     def source(directory: Path) -> WeightSet | None:
-        weights = attach_or_none(directory, **options)
+        weights = attach_or_none(directory, **options, **_engine(directory, options, engine_arguments))
         if weights is not None:
             granted[id(weights)] = weights
         return weights
@@ -117,6 +124,21 @@ def _require_usable(options: Mapping[str, Any]) -> None:
     inspect.signature(attach).bind("model", **options)
     for name in sorted(options.keys() & _NOT_A_WHOLE_MODEL):
         raise _refused(f"the option {name} of the weight cache", options[name])
+    if options.get("layout", "hf") not in ("hf", ADAPTER.name):
+        raise _refused("the option layout of the weight cache", options["layout"])
+
+
+def _engine(directory: Path, options: Mapping[str, Any], arguments: tuple[str, ...]) -> dict[str, Any]:
+    """What an attach needs beside ``options`` for the layout that Transformers makes."""
+    if options.get("layout") != ADAPTER.name:
+        return {}
+    request = EngineRequest(
+        model_dir=directory,
+        parallel=Parallel(tp_size=1, tp_rank=0),
+        dtype=options.get("dtype", "auto"),
+        arguments=arguments,
+    )
+    return {"engine": engine_key(ADAPTER.name, request)}
 
 
 def _close_aside(weights: WeightSet) -> None:
@@ -162,10 +184,15 @@ class _Reader:
         if files:
             raise _refused("the configuration's further files", ", ".join(files))
         model, weights = call.arguments["model"], files.weights
-        tensors = dict(weights)
+        engine_made = weights.meta.config["layout"] == ADAPTER.name
+        if engine_made:  # today's names, and values as they are wanted: there is nothing left to convert
+            load_config = replace(load_config, weight_mapping=[])
+        tensors = {name: weights[name] for name in weights if weights.manifest.geometry(name).alias_of is None}
         fit.require_mappable(model, tensors, load_config)
-        call.arguments.update(state_dict=tensors, checkpoint_files=None)
+        call.arguments.update(state_dict=tensors, checkpoint_files=None, load_config=load_config)
         result = load()
+        if engine_made:
+            model._weight_conversions = None  # as of a model that was not loaded: saved as its class is by default
         storages = fit.storages_of(tensors.values())
         info = result[0] if isinstance(result, tuple) else result
         fit.give_buffers_memory(model, storages)
