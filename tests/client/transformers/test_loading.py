@@ -71,7 +71,10 @@ def test_an_ordinary_call_in_a_block_is_mapped_and_one_after_it_is_not(
     require_same(body, transformers.AutoModel.from_pretrained(llama))
 
 
-def test_attributes_are_those_that_transformers_leaves(llama: Path, serve: Serve, cache: dict[str, Any]) -> None:
+def test_attributes_are_those_that_transformers_leaves(
+    llama: Path, tmp_path: Path, serve: Serve, cache: dict[str, Any]
+) -> None:
+    llama = Path(shutil.copytree(llama, tmp_path / "model"))
     serve(llama)
     (llama / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "eos_token_id": 3}))
     asked = {"dtype": torch.bfloat16, "attn_implementation": "eager", "output_attentions": True}
@@ -141,7 +144,7 @@ def test_the_lease_ends_with_the_model(llama: Path, serve: Serve, cache: dict[st
     for thread in threading.enumerate():
         if thread.name == "weights of a model that is gone":
             thread.join()
-    assert weights.state == "closed"
+    assert str(weights.state) == "closed"
     assert bytes_of(kept) == value
 
 
@@ -249,3 +252,22 @@ def test_a_class_that_shares_nothing_with_the_checkpoint_is_refused(
     with pytest.raises(BindError) as caught:
         from_pretrained(transformers.GPT2LMHeadModel, llama, config=config, weight_cache=cache)
     assert "none of the parameters" in str(caught.value)
+
+
+def test_a_hub_id_is_where_transformers_has_it(
+    llama: Path, tmp_path: Path, serve: Serve, cache: dict[str, Any]
+) -> None:
+    """Name, revision and cache of the hub are Transformers' own arguments; the daemon serves the same snapshot."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--some-org--Model"
+    snapshot = Path(shutil.copytree(llama, repository / "snapshots" / commit))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(commit)
+    serve(snapshot)
+    asked = {"revision": "v1", "cache_dir": tmp_path / "hub", "local_files_only": True}
+    model = from_pretrained(CAUSAL, "some-org/Model", weight_cache=cache, **asked)
+    ordinary = CAUSAL.from_pretrained("some-org/Model", **asked)
+    assert weights_of(model) is not None
+    assert model.name_or_path == ordinary.name_or_path == "some-org/Model"
+    require_same(model, ordinary)
+    assert unmapped(model) == set()
