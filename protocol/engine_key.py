@@ -18,6 +18,8 @@ from weightcached.protocol.text import shown
 
 ENTRIES_MAX = 64
 NAME_MAX_CHARACTERS = 100
+KEY_MAX_BYTES = 32 * 1024
+"""In its canonical encoding; half of what a client's frame holds."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,17 @@ class EngineKey:
         """Checked and frozen. Raises EngineFailed for entries that no config can hold: they are the adapter's fault."""
         try:
             plain = thaw(freeze(entries))
-            canonical_bytes(plain)
+            nbytes = len(canonical_bytes(plain))
             msgpack.packb(plain)
-            found = f"{len(plain)} names: {shown(list(plain)[:8])}"
-            usable = 0 < len(plain) <= ENTRIES_MAX and all(0 < len(key) <= NAME_MAX_CHARACTERS for key in plain)
+            found = f"{nbytes} bytes, {len(plain)} names: {shown(list(plain)[:8])}"
+            usable = 0 < len(plain) <= ENTRIES_MAX and nbytes <= KEY_MAX_BYTES
+            usable = usable and all(0 < len(name) <= NAME_MAX_CHARACTERS for name in plain)
         except (TypeError, ValueError, OverflowError) as error:
             usable, found = False, f"{type(error).__name__}: {error}"
         if not usable:
             raise EngineFailed(
                 f"the key of engine {name} cannot be used",
-                expected=f"1 to {ENTRIES_MAX} names with JSON values",
+                expected=f"1 to {ENTRIES_MAX} names with JSON values, at most {KEY_MAX_BYTES} bytes in all",
                 found=found[:500],
             )
         return cls(name, revision, freeze(entries))

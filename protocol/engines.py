@@ -158,10 +158,10 @@ def engine_key(name: str, request: EngineRequest) -> EngineKey:
         entries = adapter.key(request)
     except WeightCacheError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a command line's parser exits
         raise _failed(f"engine {name} does not say what its key is", error) from error
     return EngineKey.of(name, adapter.revision, entries)
 
 
-def _failed(message: str, error: Exception, *, where: object = None) -> EngineFailed:
+def _failed(message: str, error: BaseException, *, where: object = None) -> EngineFailed:
     return EngineFailed(message, found=f"{type(error).__name__}: {error}", where=where)

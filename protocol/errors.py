@@ -8,7 +8,7 @@
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable
+    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
     │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
@@ -141,6 +141,13 @@ class GenerationGone(DeploymentError):
     """The place serves another generation now. What this engine has mapped stays valid, and nobody else is given it."""
 
     code = "generation_gone"
+
+
+class RanksDisagree(DeploymentError):
+    """The ranks of one engine have different weights, or some have a daemon's and some have none. Nothing is computed;
+    what was attached is given back."""
+
+    code = "ranks_disagree"
 
 
 class SnapshotUnwritable(DeploymentError):
