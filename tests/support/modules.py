@@ -8,6 +8,9 @@ import torch
 
 from tests.support.resources import own_memfd_mappings
 
+PADDED_BY_TRANSFORMERS = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
+"""Transformers pads the bias of tied words to their number, by nothing, and into memory of its own."""
+
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers under all their names, those that no checkpoint has too."""

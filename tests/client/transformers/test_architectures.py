@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.support.modules import mapped_buffers, require_same, same_outputs, unmapped
+from tests.support.modules import PADDED_BY_TRANSFORMERS, mapped_buffers, require_same, same_outputs, unmapped
 from weightcached.client.transformers import from_pretrained, weights_of
 from weightcached.protocol.errors import UnsupportedModel
 
@@ -36,9 +36,6 @@ MAPPED = (
     "bert-tokens",
 )
 CONVERTED = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3")
-PADDED_BY_TRANSFORMERS = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
-"""Transformers pads the bias of tied words to their number, by nothing, and into memory of its own."""
-
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6)
 
 

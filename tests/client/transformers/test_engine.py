@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.support.modules import bytes_of
+from tests.support.modules import PADDED_BY_TRANSFORMERS, bytes_of, mapped_buffers, require_same, same_outputs, unmapped
+from weightcached.client.transformers import from_pretrained, weights_of
 from weightcached.client.transformers.engine import ADAPTER
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.engines import EngineRequest
@@ -92,3 +93,24 @@ def test_arguments_that_it_does_not_know_are_refused(
 def test_it_has_whole_models_only(checkpoints: Callable) -> None:
     with pytest.raises(InvalidOption, match="whole models"):
         ADAPTER.key(request(checkpoints("llama-tied")[1], tp_size=2))
+
+
+ENGINE_MADE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gpt-oss", "llama-tied", "bert-words")
+
+
+@pytest.mark.parametrize("name", ENGINE_MADE)
+def test_a_model_bound_to_what_was_made_is_the_one_that_transformers_loads(
+    name: str, checkpoints: Callable, serve: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    case, directory = checkpoints(name)
+    serve(directory, "--engine", "transformers")
+    kind = getattr(transformers, case.auto_class)
+    model = from_pretrained(kind, directory, weight_cache={**cache, "layout": "transformers"})
+    weights = weights_of(model)
+    assert weights is not None
+    assert (weights.source, weights.meta.config["layout"]) == ("daemon", "transformers")
+    ordinary = kind.from_pretrained(directory)
+    require_same(model, ordinary)
+    assert same_outputs(model, ordinary, (3, 1, 4, 1, 5, 9, 2, 6))
+    assert unmapped(model) == (PADDED_BY_TRANSFORMERS if name == "bert-words" else set())
+    assert mapped_buffers(model) == set()
