@@ -130,6 +130,15 @@ def test_training_changes_the_engine_s_own_pages_only(llama: Path, serve: Serve,
     weights.verify()
 
 
+def test_a_mapped_model_is_saved_as_any_other(llama: Path, tmp_path: Path, serve: Serve, cache: dict[str, Any]) -> None:
+    """All its parameters are parts of one piece of memory, of which only theirs may be written."""
+    serve(llama)
+    from_pretrained(CAUSAL, llama, weight_cache=cache).save_pretrained(tmp_path / "saved")
+    CAUSAL.from_pretrained(llama).save_pretrained(tmp_path / "ordinary")
+    saved, ordinary = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("saved", "ordinary"))
+    assert saved == ordinary
+
+
 def test_the_lease_ends_with_the_model(llama: Path, serve: Serve, cache: dict[str, Any]) -> None:
     serve(llama)
     model = from_pretrained(CAUSAL, llama, weight_cache=cache)

@@ -10,9 +10,14 @@ import pytest
 import torch
 import transformers
 
+from tests.engines.cases import Case
+from tests.engines.cases.disk import LLAMA, WAYS, stored
+from tests.engines.checkpoints import write
 from tests.support.modules import require_same, unmapped
+from weightcached.client import attach
 from weightcached.client.transformers import from_pretrained
-from weightcached.protocol.errors import BindError
+from weightcached.client.transformers.loading import binding_to
+from weightcached.protocol.errors import BindError, UnsupportedModel
 
 CAUSAL = transformers.AutoModelForCausalLM
 
@@ -49,3 +54,22 @@ def test_scales_that_transformers_would_cast_are_refused_by_name(
     with pytest.raises(BindError) as caught:
         from_pretrained(CAUSAL, directory, weight_cache=cache)
     assert "weight_scale is float32, not bfloat16" in str(caught.value.found)
+
+
+@pytest.mark.parametrize("way", ["fp8, blocks", "int8, channels"])
+def test_what_transformers_makes_of_other_values_is_mapped_from_an_engine_made_layout(
+    way: str, tmp_path: Path, serve: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    """fp8 is dequantized where no device computes with it; scales are cast to the model's dtype."""
+    pytest.importorskip("accelerate")  # Transformers wants it for fp8
+    quantization, scheme = WAYS[way]
+    case = Case("llama", LLAMA, edit=stored(quantization, scheme))
+    directory = compressed(write(case, tmp_path / "written"), tmp_path / "quantized")
+    serve(directory, "--engine", "transformers")
+    model = from_pretrained(CAUSAL, directory, weight_cache={**cache, "layout": "transformers"})
+    ordinary = CAUSAL.from_pretrained(directory)
+    require_same(model, ordinary)
+    assert unmapped(model) == set()
+    assert model.config.to_dict() == ordinary.config.to_dict()
+    with attach(directory, mode="off") as weights, pytest.raises((BindError, UnsupportedModel)), binding_to(weights):
+        CAUSAL.from_pretrained(directory)
