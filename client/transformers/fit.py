@@ -35,12 +35,7 @@ def require_plain(load_config: Any, state_dict: object) -> None:
     }
     for option, value in asked.items():
         if value:
-            raise InvalidOption(
-                f"{option} cannot be had together with the weight cache",
-                expected="parameters as they are, in this host's memory",
-                found=value,
-                next_step=f"leave {option} out, or load without the weight cache",
-            )
+            raise refused(option, value)
 
 
 def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_config: Any) -> None:
@@ -120,6 +115,16 @@ def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str
             found=f"{len(missing)} parameters that would be newly initialised: {_listed(sorted(missing))}",
             next_step="load it with the class that belongs to the checkpoint",
         )
+
+
+def refused(what: str, value: object) -> InvalidOption:
+    """The error for an argument, or a kind of checkpoint, that cannot be honoured."""
+    return InvalidOption(
+        f"{what} cannot be had together with the weight cache",
+        expected="the tensors that config.json and the index name, as they are, in this host's memory",
+        found=value,
+        next_step="leave it out, or load without the weight cache",
+    )
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:

@@ -1,16 +1,15 @@
 """Models of Transformers over the weight cache: its own ``from_pretrained``, with the reading of files replaced.
 
 Owns which weights a load gets (from a daemon, or by the contract none, and then Transformers reads the files itself),
-and how long they are kept. What is replaced in Transformers is `hooks.py`'s, what fits is `fit.py`'s.
+and how long they are kept. What is done with them is `reader.py`'s, what is replaced in Transformers `hooks.py`'s.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -19,17 +18,15 @@ from weightcached.client.attach import attach
 from weightcached.client.own_loader import attach_or_none
 from weightcached.client.transformers import fit
 from weightcached.client.transformers.engine import ADAPTER
-from weightcached.client.transformers.hooks import Found, reading
+from weightcached.client.transformers.hooks import reading
+from weightcached.client.transformers.reader import CacheReader
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.engines import EngineRequest, engine_key
-from weightcached.protocol.errors import BindError, InvalidOption
+from weightcached.protocol.errors import BindError
 
 if TYPE_CHECKING:
     import os
-
-Source = Callable[[Path], "WeightSet | None"]
-"""Weights for the checkpoint in a directory; ``None``: Transformers is to read the files."""
 
 _NOT_A_WHOLE_MODEL = frozenset(
     {"engine", "quantization", "expert_placement", "tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank"}
@@ -84,7 +81,7 @@ def weights_from_cache(**options: Any) -> Iterator[None]:
         finalize(model, _close_aside, weights).atexit = False
         del granted[id(weights)]
 
-    reader = _Reader(source, delivered=keep)
+    reader = CacheReader(source, delivered=keep)
     try:
         with reading(reader):
             yield
@@ -106,7 +103,7 @@ def binding_to(weights: WeightSet) -> Iterator[None]:
 
     The directory it is called with needs ``config.json``, and not the files of the weights.
     """
-    with reading(_Reader(lambda _: weights, delivered=lambda *_: None)):
+    with reading(CacheReader(lambda _: weights, delivered=lambda *_: None)):
         yield
 
 
@@ -123,14 +120,14 @@ def _require_usable(options: Mapping[str, Any]) -> None:
     """Refuses what ``attach`` does not know, and shares of a model or values that Transformers would not make."""
     inspect.signature(attach).bind("model", **options)
     for name in sorted(options.keys() & _NOT_A_WHOLE_MODEL):
-        raise _refused(f"the option {name} of the weight cache", options[name])
+        raise fit.refused(f"the option {name} of the weight cache", options[name])
     if options.get("layout", "hf") not in ("hf", ADAPTER.name):
-        raise _refused("the option layout of the weight cache", options["layout"])
+        raise fit.refused("the option layout of the weight cache", options["layout"])
 
 
 def _engine(directory: Path, options: Mapping[str, Any], arguments: tuple[str, ...]) -> dict[str, Any]:
     """What an attach needs beside ``options`` for the layout that Transformers makes."""
-    if options.get("layout") != ADAPTER.name:
+    if options.get("layout") != ADAPTER.name or options.get("mode") == "off":
         return {}
     request = EngineRequest(
         model_dir=directory,
@@ -144,102 +141,3 @@ def _engine(directory: Path, options: Mapping[str, Any], arguments: tuple[str, .
 def _close_aside(weights: WeightSet) -> None:
     """A finalizer may run in the middle of anything, the lease's own work too: whoever waits for that may not be it."""
     threading.Thread(target=weights.close, name="weights of a model that is gone", daemon=True).start()
-
-
-class _NoFiles(list[str]):
-    """What Transformers gets where it asked for files: none, and with them the weights to have instead."""
-
-    def __init__(self, weights: WeightSet) -> None:
-        super().__init__()
-        self.weights = weights
-
-
-class _Reader:
-    """Loads from what ``source`` gives; ``delivered`` hears of each model and its weights."""
-
-    def __init__(self, source: Source, *, delivered: Callable[[Any, WeightSet], None]) -> None:
-        self.asked = False
-        self._source = source
-        self._delivered = delivered
-
-    def find(self, asked: Mapping[str, Any], ask: Callable[[], Found]) -> Found:
-        explicit = asked.get("transformers_explicit_filename")
-        if explicit is not None and explicit.startswith("adapter_model."):
-            return ask()  # PEFT's, whose files are read beside the model's
-        self.asked = True
-        _require_whole_checkpoint(asked, explicit)
-        weights = self._source(_directory(asked, ask))
-        if weights is None:
-            return ask()
-        _require_no_metadata(weights)
-        from transformers.modeling_utils import get_state_dict_dtype
-
-        return _NoFiles(weights), {"dtype": get_state_dict_dtype(weights)}
-
-    def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
-        files, load_config = call.arguments["checkpoint_files"], call.arguments["load_config"]
-        if not isinstance(files, _NoFiles):
-            return load()
-        fit.require_plain(load_config, call.arguments["state_dict"])
-        if files:
-            raise _refused("the configuration's further files", ", ".join(files))
-        model, weights = call.arguments["model"], files.weights
-        engine_made = weights.meta.config["layout"] == ADAPTER.name
-        if engine_made:  # today's names, and values as they are wanted: there is nothing left to convert
-            load_config = replace(load_config, weight_mapping=[])
-        tensors = {name: weights[name] for name in weights if weights.manifest.geometry(name).alias_of is None}
-        fit.require_mappable(model, tensors, load_config)
-        call.arguments.update(state_dict=tensors, checkpoint_files=None, load_config=load_config)
-        result = load()
-        if engine_made:
-            model._weight_conversions = None  # as of a model that was not loaded: saved as its class is by default
-        storages = fit.storages_of(tensors.values())
-        info = result[0] if isinstance(result, tuple) else result
-        fit.give_buffers_memory(model, storages)
-        lacking = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
-        fit.require_mapped(model, storages, without=lacking)
-        self._delivered(model, weights)
-        return result
-
-
-def _directory(asked: Mapping[str, Any], ask: Callable[[], Found]) -> Path:
-    """Where the checkpoint is. A hub id is resolved by Transformers, which downloads what is not there."""
-    name = asked["pretrained_model_name_or_path"]
-    if name is None:
-        raise _refused("state_dict", "weights of its own, and no checkpoint")
-    directory = Path(name)
-    if directory.is_dir():
-        return directory / ((asked.get("download_kwargs") or asked).get("subfolder") or "")
-    files, _ = ask()
-    if not files:
-        raise _refused("a checkpoint without files", name)
-    return Path(files[0]).parent
-
-
-def _require_whole_checkpoint(asked: Mapping[str, Any], explicit: str | None) -> None:
-    """The daemon holds what the index names; an argument for other files than these is refused by its name."""
-    named = {
-        "variant": asked.get("variant"),
-        "gguf_file": asked.get("gguf_file"),
-        "use_safetensors": None if asked.get("use_safetensors") is not False else "False",
-        "transformers_weights in config.json": explicit,
-    }
-    for option, value in named.items():
-        if value is not None:
-            raise _refused(option, value)
-
-
-def _require_no_metadata(weights: WeightSet) -> None:
-    """Methods whose tensors are more than a name, a shape and a dtype are refused by name."""
-    config: Any = weights.meta.config["model"]
-    if (config.get("quantization_config") or {}).get("quant_method") == "torchao":
-        raise _refused("a checkpoint quantized with torchao", "tensors whose form stands in the files' metadata")
-
-
-def _refused(what: str, value: object) -> InvalidOption:
-    return InvalidOption(
-        f"{what} cannot be had together with the weight cache",
-        expected="the tensors of *.safetensors as config.json and the index name them",
-        found=value,
-        next_step="leave it out, or load without the weight cache",
-    )

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from tests.engines.cases import Case
-from tests.engines.cases.disk import LLAMA, WAYS, stored
+from tests.engines.cases.disk import LLAMA, stored
 from tests.engines.checkpoints import write
 from tests.support.modules import require_same, unmapped
+from tests.support.quantized_cases import CASES as WAYS
 from weightcached.client import attach
 from weightcached.client.transformers import from_pretrained
 from weightcached.client.transformers.loading import binding_to
