@@ -1,17 +1,17 @@
-"""LoRA adapters of PEFT on mapped weights: read from their own files, computed with, trained; the base stays mapped."""
+"""A directory of a LoRA adapter: Transformers reads it beside its base model, which is mapped."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 
-from tests.support.modules import bytes_of, require_same, same_outputs, unmapped
+from tests.support.modules import require_same, same_outputs, unmapped
 from weightcached.client.transformers import from_pretrained, weights_of
 
-peft: Any = pytest.importorskip("peft")
 CAUSAL = transformers.AutoModelForCausalLM
 TOKENS = (3, 1, 4, 1, 5)
 
@@ -25,7 +25,7 @@ def adapter(checkpoints: Callable, tmp_path: Path) -> Path:
     return tmp_path / "lora"
 
 
-def test_an_adapter_s_directory_is_loaded_over_a_mapped_base(
+def test_an_adapter_is_read_from_its_own_files_and_its_base_is_mapped(
     checkpoints: Callable, adapter: Path, serve: Callable[..., None], cache: dict[str, Any]
 ) -> None:
     serve(checkpoints("llama-tied")[1])
@@ -36,24 +36,3 @@ def test_an_adapter_s_directory_is_loaded_over_a_mapped_base(
     assert same_outputs(model, ordinary, TOKENS)
     assert all(".lora_" in name for name in unmapped(model))
     assert len(unmapped(model)) == 8
-
-
-def test_an_adapter_is_put_on_a_mapped_model_and_trained(
-    checkpoints: Callable, adapter: Path, serve: Callable[..., None], cache: dict[str, Any]
-) -> None:
-    directory = checkpoints("llama-tied")[1]
-    serve(directory)
-    base = from_pretrained(CAUSAL, directory, weight_cache=cache)
-    weights = weights_of(base)
-    assert weights is not None
-    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
-    ordinary = peft.PeftModel.from_pretrained(CAUSAL.from_pretrained(directory), adapter, is_trainable=True)
-    assert same_outputs(model, ordinary, TOKENS)
-    before = {name: bytes_of(parameter) for name, parameter in model.named_parameters()}
-    ids = torch.tensor([TOKENS])
-    model(input_ids=ids, labels=ids).loss.backward()
-    torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0).step()
-    changed = {name for name, parameter in model.named_parameters() if bytes_of(parameter) != before[name]}
-    assert changed
-    assert all(".lora_" in name for name in changed | unmapped(model))
-    weights.verify()

@@ -62,7 +62,6 @@ def test_what_transformers_makes_of_other_values_is_mapped_from_an_engine_made_l
     way: str, tmp_path: Path, serve: Callable[..., None], cache: dict[str, Any]
 ) -> None:
     """fp8 is dequantized where no device computes with it; scales are cast to the model's dtype."""
-    pytest.importorskip("accelerate")  # Transformers wants it for fp8
     quantization, scheme = WAYS[way]
     case = Case("llama", LLAMA, edit=stored(quantization, scheme))
     directory = compressed(write(case, tmp_path / "written"), tmp_path / "quantized")
