@@ -34,6 +34,7 @@ from weightcached.protocol.errors import (
     ContractError,
     EngineFailed,
     InsufficientMemory,
+    InvalidOption,
     ModelConfigError,
     TransferError,
     WeightCacheError,
@@ -170,7 +171,7 @@ class Acquiring:
                 asked = await self._read_config(model_dir, engine)
         except TimeoutError:
             reason = f"config.json was not read within {CONFIG_TIMEOUT_S:g} s, or the engine's key not computed in time"
-        except (ModelConfigError, EngineFailed) as error:
+        except (ModelConfigError, EngineFailed, InvalidOption, ContractError) as error:  # of the key's process, too
             reason = str(error)
         else:
             require_same_config(whole.config, asked)

@@ -106,6 +106,7 @@ class CheckpointSource:
             also_trusted=self._also_trusted,
             progress=progress,
             strategy=strategy,
+            expendable=True,
         )
         figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
         return Filled(figures.bytes_read, figures.bytes_kept, figures.seconds, encode)
