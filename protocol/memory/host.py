@@ -27,6 +27,7 @@ _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
+_MADV_POPULATE_READ = 22
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 LARGE_PAGE_NBYTES = 2 << 20
@@ -36,6 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate(nbytes: int, *, name: str) -> int:
@@ -125,6 +127,23 @@ class Mapping:
     @property
     def closed(self) -> bool:
         return not self._unmap.alive
+
+    def revert(self) -> None:
+        """Of a private mapping: give up the pages of its own, so that it shows the segment's bytes again."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        if _libc.madvise(self.address, max(self.nbytes, 1), mmap.MADV_DONTNEED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def populate(self) -> None:
+        """Have the kernel enter every page into this process's page table, as reading each would. Blocks."""
+        if not self.nbytes or _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_READ) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # that is Linux before 5.14, which does not know the advice
+            raise TransferError("cannot enter a segment's pages into the page table", found=os.strerror(number))
+        bytes(self.view()[:: mmap.PAGESIZE])
 
     def view(self) -> memoryview:
         """The mapped bytes; keeps the mapping alive. Writable: of a read-only mapping, a write kills the process."""
