@@ -1,7 +1,8 @@
 """What attach gives: a mapping from names to tensors over mapped memory. Tensors are made when they are asked for.
 
 Owns :class:`WeightSet`: views, aliases, lifetimes. How the memory came here (a daemon, or the disk) is not its
-business. torch is imported when the first tensor is asked for, not before.
+business. torch is imported when the first tensor is asked for, not before; NumPy arrays (``arrays.py``) need none of
+it, and copies (``copies.py``) share no memory with the set.
 
 Cost: the segment becomes one uint8 tensor, that one view per dtype, and each parameter ``as_strided`` of its view:
 about two microseconds each, whatever their size.
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from weightcached.client.arrays import array_of
+from weightcached.client.copies import copies
 from weightcached.client.lease import Lease
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
@@ -20,6 +23,7 @@ from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccountin
 from weightcached.protocol.memory import host
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -94,6 +98,29 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """All names with their tensors, as :meth:`values`."""
         return self._all().items()
 
+    def copies(self, *, reuse_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor) in memory of the consumer's own, for an engine that loads by ``load_weights``.
+
+        In the order of the memory, so that a first pass goes through it forward; of tied names one after the other,
+        as one piece of memory. Strides stay. Made when it is asked for, and not kept: what is alive is what the
+        consumer keeps, and one more. ``reuse_memory`` copies each into the same memory, as large as the largest: a
+        tensor is then valid until the next is asked for, enough for an engine that copies it again (as ``load_weights``
+        of vLLM and SGLang do; :meth:`items` saves such an engine this copy, if it only reads).
+
+        Nothing a consumer does to a copy reaches the set or anybody else. ValueError after :meth:`close`.
+        """
+        return copies(self, reuse_memory=reuse_memory)
+
+    def numpy(self, name: str, *, bits: bool = False) -> np.ndarray[Any, np.dtype[Any]]:
+        """``name`` as a NumPy array over the same mapped memory, without torch; it is also a DLPack exporter.
+
+        As with tensors, a write stays in this process, and the memory stays while the array does. bfloat16 and 8-bit
+        floats need the package ``ml_dtypes`` (UnsupportedModel without it); ``bits`` gives any dtype's bits instead, as
+        unsigned integers of the same size. KeyError for an unknown name, ValueError after :meth:`close`.
+        """
+        geometry = self.manifest.geometry(name)
+        return array_of(self._open()[geometry.segment], geometry, bits=bits, name=name)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.names)
 
@@ -133,6 +160,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 found=f"{len(differing)} differ: {', '.join(differing[:8])}",
                 next_step="if this process did not write to them itself, report a bug",
             )
+
+    def revert(self) -> None:
+        """Undo whatever this process wrote to mapped weights, and give that memory back: every tensor and array shows
+        the bytes that were attached. Nobody may compute with them meanwhile. ValueError after :meth:`close`.
+        """
+        for segment in self._open():
+            segment.revert()
 
     def close(self) -> None:
         """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""

@@ -6,7 +6,7 @@
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
-    │   ├── InsufficientMemory · WorkerDied
+    │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
     │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
     ├── ConfigurationError            fix what was asked for
@@ -172,6 +172,14 @@ class WorkerDied(DeploymentError):
     """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
 
     code = "worker_died"
+
+
+class EngineFailed(DeploymentError):
+    """An engine, or its adapter, raised while its state was built or its key computed; its own words are in ``found``.
+
+    Nothing was published."""
+
+    code = "engine_failed"
 
 
 class ManagerUnreachable(DeploymentError):

@@ -124,12 +124,8 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
         config, tokenizer = model.read_config_and_tokenizer(model_dir)
     with stages.stage("imports"):
         recipe = model.Recipe(model_dir, config, tokenizer, model.import_model_class(config))
-    if weights is None:
-        with stages.stage("weights"):
-            module = model.load_with_transformers(recipe, dtype=options.dtype)
-    else:
-        with stages.stage("module and bind"):
-            module = model.bind_to_weights(recipe, weights, dtype=options.dtype)
+    with stages.stage("weights" if weights is None else "module and bind"):
+        module = model.load(recipe, weights, dtype=options.dtype)
     service = Service(recipe, module, weights, mode=options.mode)
     stages.note("weights", _provenance(service))
     return service

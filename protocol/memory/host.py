@@ -128,6 +128,14 @@ class Mapping:
     def closed(self) -> bool:
         return not self._unmap.alive
 
+    def revert(self) -> None:
+        """Of a private mapping: give up the pages of its own, so that it shows the segment's bytes again."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        if _libc.madvise(self.address, max(self.nbytes, 1), mmap.MADV_DONTNEED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def populate(self) -> None:
         """Have the kernel enter every page into this process's page table, as reading each would. Blocks."""
         if not self.nbytes or _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_READ) == 0:

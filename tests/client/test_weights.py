@@ -1,7 +1,6 @@
 """A weight set over an honest grant: names, views, aliases, lifetimes, private writes, digests."""
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,32 +12,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.client.conftest import RECEIPTS, TENSORS
-from tests.support.resources import memfd_mappings
+from tests.support.resources import memfd_mappings, private_nbytes
+from tests.support.weight_sets import plain_row, weights_of_grant, weights_of_rows
 from weightcached.client import WeightSet
 from weightcached.client.transfer import map_segments
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import TransferError
-from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting, Row, encode_manifest
-from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant, sealed_memory
+from weightcached.protocol.manifest import Manifest
+from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant
 
 Open = Callable[[HonestGrant], WeightSet]
 
 
 @pytest.fixture
 def opened() -> Open:
-    """A weight set over a grant's memory, without a daemon."""
-
-    def run(grant: HonestGrant) -> WeightSet:
-        return WeightSet(
-            Manifest.decode(grant.manifest),
-            map_segments([grant.fds[1]], [len(grant.segment)]),
-            source="disk",
-            version=grant.message.version,
-            receipts_version=grant.message.receipts_version,
-            lease=None,
-        )
-
-    return run
+    return weights_of_grant
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -134,17 +122,33 @@ def test_a_write_stays_with_the_writer(grant: HonestGrant, opened: Open) -> None
             one.verify()
 
 
+def test_reverting_gives_the_bytes_back_that_were_attached_and_the_memory(grant: HonestGrant, opened: Open) -> None:
+    with opened(grant) as weights:
+        kept = weights["codes"]
+        kept.view(torch.uint8).fill_(7)
+        assert private_nbytes() > 0
+        weights.revert()
+        assert raw(kept) == TENSORS["codes"].data
+        assert private_nbytes() == 0
+        kept.view(torch.uint8).fill_(8)  # as before
+        assert weights.differing() == ["codes"]
+        weights.revert()
+        weights.verify()
+    with pytest.raises(ValueError, match="closed"):
+        weights.revert()
+
+
 def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None:
     """A transposed matrix, an expanded row, and a segment whose size is no multiple of any dtype's."""
     values = torch.arange(12, dtype=torch.float32).numpy().tobytes()
     data = values + bytes(512 - len(values)) + b"\1\2\3"
     rows = [
-        _row("transposed", 0, 48, (4, 3), (1, 4), "float32"),
-        _row("expanded", 0, 16, (5, 4), (0, 1), "float32"),
-        _row("tail", 512, 3, (3,), (1,), "uint8"),
-        _row("hollow", 512, 0, (2, 0), (1, 1), "float64"),
+        plain_row("transposed", 0, 48, (4, 3), (1, 4), "float32"),
+        plain_row("expanded", 0, 16, (5, 4), (0, 1), "float32"),
+        plain_row("tail", 512, 3, (3,), (1,), "uint8"),
+        plain_row("hollow", 512, 0, (2, 0), (1, 1), "float64"),
     ]
-    with _weights(rows, data, config) as weights:
+    with weights_of_rows(rows, data, config=config) as weights:
         matrix = torch.arange(12, dtype=torch.float32).reshape(3, 4)
         assert weights["transposed"].stride() == (1, 4)
         assert torch.equal(weights["transposed"], matrix.T)
@@ -154,8 +158,8 @@ def test_strides_overlaps_and_a_ragged_end_are_kept(config: CacheConfig) -> None
 
 
 def test_a_segment_without_a_byte(config: CacheConfig) -> None:
-    rows = [_row("hollow", 0, 0, (0, 4), (4, 1), "bfloat16")]
-    with _weights(rows, b"", config) as weights:
+    rows = [plain_row("hollow", 0, 0, (0, 4), (4, 1), "bfloat16")]
+    with weights_of_rows(rows, b"", config=config) as weights:
         assert weights["hollow"].shape == (0, 4)
         assert weights.resident_bytes == 0
 
@@ -172,41 +176,6 @@ def test_making_a_thousand_tensors_costs_milliseconds(count: int, config: CacheC
                 assert len([weights[name] for name in weights]) == count
                 seconds.append(time.perf_counter() - started)
         assert min(seconds) < 0.05
-
-
-def _row(name: str, offset: int, nbytes: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> Row:
-    return Row(
-        name=name,
-        segment=0,
-        offset=offset,
-        nbytes=nbytes,
-        shape=shape,
-        stride=stride,
-        dtype=dtype,
-        digest=bytes(16),
-    )
-
-
-def _weights(rows: list[Row], data: bytes, config: CacheConfig) -> WeightSet:
-    meta = ManifestMeta(
-        generation="0" * 32,
-        version="v",
-        receipts_version="r",
-        fingerprint=config.fingerprint,
-        config=config.model_dump(),
-        digest=None,
-        segments_nbytes=(len(data),),
-        bytes_read=0,
-        bytes_kept=0,
-        seconds={},
-    )
-    manifest = Manifest.decode(encode_manifest(meta, rows, NameAccounting()))
-    fd = sealed_memory(data)
-    try:
-        segments = map_segments([fd], [len(data)])
-    finally:
-        os.close(fd)
-    return WeightSet(manifest, segments, source="disk", version="v", receipts_version="r", lease=None)
 
 
 HONEST_TENSORS = {
