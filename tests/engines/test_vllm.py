@@ -46,7 +46,7 @@ def test_an_engine_says_what_it_says_with_its_own_loader_from_memory_that_is_not
     assert worker["report"]["place"] == str(daemon.place.socket_path)
     # A CPU's kernels want experts in another order: those are private, and said to be.
     assert all(name.endswith(EXPERT_WEIGHTS) for name in worker["elsewhere"])
-    assert bool(worker["elsewhere"]) == ("mixtral" in name or "moe" in name) == bool(worker["report"]["private"])
+    assert bool(worker["elsewhere"]) == ("mixtral" in name or "moe" in name) == bool(worker["report"]["made_anew"])
     assert worker["mapped_nbytes"] == worker["report"]["nbytes_shared"] > 0
     assert (worker["private_nbytes"], after["private_nbytes"]) == (0, 0)
     tied = [["lm_head.weight", "model.embed_tokens.weight"]]

@@ -49,7 +49,7 @@ def test_ranks_of_which_one_is_refused_all_say_why(pair, checkpoint, tmp_path):
 
 
 def test_expert_ranks_have_the_experts_that_vllm_gives_them(pair, checkpoint, tmp_path):
-    """Up to the first token, and no further: vLLM 0.32 dies of one with expert-parallel ranks on a CPU, whoever loads."""
+    """Up to the first token and no further: vLLM 0.32 dies of it with expert-parallel ranks on a CPU, whoever loads."""
     model = checkpoint(CASES["qwen3-moe"])
     with serving(model, tmp_path / "run", tp_size=2, whole_experts=True):
         workers = started(pair, with_cache(model, tmp_path / "run", **PAIR, enable_expert_parallel=True))
