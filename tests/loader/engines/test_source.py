@@ -174,7 +174,8 @@ def test_an_engine_may_load_into_the_segment_itself(built_by):
 
 
 def test_what_is_filled_in_the_segment_is_in_memory_once(built_by):
-    nbytes, grown = 256 << 20, []
+    nbytes = 256 << 20
+    grown: list[int] = []
 
     def filling():
         module.weight.data.fill_(1)
