@@ -47,21 +47,22 @@ def _quantizes_while_loading(module: Any) -> bool:
     return bool(getattr(getattr(module, "quant_method", None), "uses_meta_device", False))
 
 
-def bind_in_place(model: torch.nn.Module, weights: WeightSet, *, computed: torch.dtype) -> BindReport:
+def bind_in_place(model: torch.nn.Module, weights: WeightSet, *, lacks_scales: bool) -> BindReport:
     """Map every parameter of ``model``, each staying the object that vLLM made, with its class and attributes.
 
-    Scales of attention caches that the checkpoint does not have stay what vLLM starts from. Raises BindError.
+    With ``lacks_scales``, those of attention caches that the weights do not have stay what vLLM starts from. Raises
+    BindError.
     """
     try:
-        return bind(model, weights, keep_missing=_scales_of_caches(model))
+        return bind(model, weights, keep_missing=_scales_of_caches(model) if lacks_scales else ())
     except BindError as error:
         raise BindError(
             error.message,
             expected=error.expected,
             found=error.found,
             where=error.where,
-            next_step=f"vLLM computes in {computed}: where dtypes differ, serve with that --dtype and give the loader "
-            'the same "dtype"; where names differ, this vLLM and the layout are of different versions',
+            next_step="where dtypes differ, serve with the --dtype that vLLM computes in and give the loader the same "
+            '"dtype"; where names differ, this vLLM and the layout are of different versions',
         ) from error
 
 

@@ -115,6 +115,8 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         "name": given.name,
         "runtime_dir": given.runtime_dir,
         "draft_name": given.draft_name,
+        "layout": given.layout,
+        "stage": given.stage,
         "dtype": given.dtype,
         "quantization": given.quantization,
         "want": given.want,
@@ -148,7 +150,19 @@ def _parser() -> Parser:
     )
     add_place_arguments(parser, name=NAME_OF_ONE)
     add("--draft-name", metavar="NAME", help="the name of a speculative draft model's daemon (default: vLLM loads it)")
-    add("--dtype", choices=get_args(LoaderOptions.model_fields["dtype"].annotation), help="what the daemon was told")
+    fields = LoaderOptions.model_fields
+    add(
+        "--layout",
+        choices=get_args(fields["layout"].annotation),
+        help="vllm: of `serve --engine vllm` (default: fused)",
+    )
+    add(
+        "--weight-cache-stage",
+        dest="stage",
+        choices=get_args(fields["stage"].annotation),
+        help="what that daemon was told (default: before)",
+    )
+    add("--dtype", choices=get_args(fields["dtype"].annotation), help="what the daemon was told")
     add("--quantization", metavar="METHOD", help=f"what the daemon was told: {SPELLINGS}")
     add("--want", metavar="WHAT", help="checkpoint, current, or a version (default: checkpoint)")
     add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")

@@ -10,19 +10,23 @@ import dataclasses
 import logging
 import os
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightcached.client.timing import Stages
 from weightcached.client.vllm import obtain
+from weightcached.client.vllm.adapter import key_of
 from weightcached.client.vllm.agreement import obtain_together
 from weightcached.client.vllm.in_place import bind_in_place, require_servable, sharing_of, without_packing
 from weightcached.client.vllm.options import parse
+from weightcached.client.vllm.processed import bind_processed, require_processed
 from weightcached.client.vllm.ranks import parallel_of
 from weightcached.client.vllm.report import LoadReport, own_memory_nbytes
 from weightcached.client.weights import WeightSet
@@ -125,7 +129,10 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
     def _wish(self, name: str, vllm_config: VllmConfig, model_config: ModelConfig) -> obtain.Wish:
         model_dir = resolve(model_config.model, revision=_revision(model_config))
         dtype = obtain.dtype_to_ask_for(self._options, model_dir, model_config.dtype)
-        return obtain.Wish(self._options, name, model_dir, parallel_of(vllm_config, model_config), dtype)
+        engine = None
+        if self._options.layout == "vllm":
+            engine = key_of(vllm_config, model_config, model_dir, self._options.stage)
+        return obtain.Wish(self._options, name, model_dir, parallel_of(vllm_config, model_config), dtype, engine)
 
     def _built(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, weights: WeightSet, stages: Stages
@@ -138,10 +145,21 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
                 )
             require_servable(model, device)
+            processed = self._options.stage == "after"
             with stages.stage("bind"):
-                bind_in_place(model, weights, computed=model_config.dtype)
-            with stages.stage("post-processing"), without_packing():
+                if processed:
+                    bind_processed(model, weights)
+                else:
+                    # What vLLM starts from where a checkpoint has no scales is in a layout of its own already.
+                    bind_in_place(model, weights, lacks_scales=self._options.layout == "fused")
+            with (
+                stages.stage("post-processing"),
+                without_packing(),
+                weights_already_processed() if processed else nullcontext(),
+            ):
                 process_weights_after_loading(model, model_config, device)
+            if processed:
+                require_processed(model, weights)
         if vllm_config.cache_config.kv_cache_memory_bytes is None:
             # On a CPU vLLM gives its cache what the process does not have resident: a mapping counts once its pages
             # are in the page table, and nothing has touched them yet.

@@ -20,6 +20,7 @@ from weightcached.client.vllm.options import LoaderOptions
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel, read_model_config
 from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import DaemonAbsent
 from weightcached.protocol.places import Place, runtime_directory
 from weightcached.protocol.ranks import device_of, ranks_of
@@ -43,6 +44,8 @@ class Wish:
     parallel: Parallel
     dtype: str
     """As the daemon was told."""
+    engine: EngineKey | None = None
+    """Of layout ``vllm``."""
 
     @property
     def place(self) -> Place:
@@ -65,11 +68,14 @@ class Wish:
 def dtype_to_ask_for(options: LoaderOptions, model_dir: Path, computed: torch.dtype) -> str:
     """The dtype that the daemon has to have been told, when vLLM computes in ``computed``.
 
-    vLLM casts while it loads: it runs a float32 checkpoint in bfloat16 unless told otherwise. A daemon that was told
-    ``auto`` keeps what is on disk, so ``auto`` is asked for only where both are the same.
+    A layout of vLLM's own is in what vLLM computes in: its key says which. For layout ``fused`` the daemon casts: vLLM
+    runs a float32 checkpoint in bfloat16 unless told otherwise, and a daemon that was told ``auto`` keeps what is on
+    disk, so ``auto`` is asked for only where both are the same.
     """
     if options.dtype != "engine":
         return options.dtype
+    if options.layout == "vllm":
+        return "auto"
     config = read_model_config(model_dir)
     stored = config.get("dtype", config.get("torch_dtype"))
     wanted = str(computed).removeprefix("torch.")
@@ -98,6 +104,7 @@ def weights_for(wish: Wish) -> WeightSet:
         engine_name="vllm",
         heartbeat_s=options.heartbeat_s,
         on_stale=options.on_stale,
+        engine=wish.engine,
         **wish.shard,
     )
 

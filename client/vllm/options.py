@@ -33,7 +33,11 @@ class LoaderOptions(Frozen):
     draft_name: str | None = None
     """The name under which a speculative draft model is cached; without one vLLM loads it itself."""
     runtime_dir: str | None = None
-    layout: Literal["fused"] = "fused"
+    layout: Literal["fused", "vllm"] = "fused"
+    """``fused``: made by this project's tables. ``vllm``: made by vLLM itself, in the daemon's worker (`serve --engine
+    vllm`)."""
+    stage: Literal["before", "after"] = "before"
+    """Of layout ``vllm``: whether the daemon's vLLM has post-processed the weights already (`--weight-cache-stage`)."""
     dtype: Literal["engine", "auto", "bfloat16", "float16", "float32"] = "engine"
     """What the daemon was told. ``engine``: ``auto`` where the checkpoint is in vLLM's dtype, else that dtype."""
     quantization: str = "none"
@@ -71,13 +75,29 @@ def parse(extra_config: object) -> LoaderOptions:
             expected=", ".join(LoaderOptions.model_fields),
             found="; ".join(_problem(one) for one in error.errors()),
         ) from error
+    _require_compatible(options)
+    return options
+
+
+def _require_compatible(options: LoaderOptions) -> None:
     if options.quantization != "none" and options.weight_cache_mode in ("off", "client"):
         raise InvalidOption(
             "vLLM's own loader cannot quantize as the daemon does, so there is nothing to fall back to",
             expected="weight_cache_mode 'require' or 'daemon' with a quantization",
             found=f"weight_cache_mode {options.weight_cache_mode!r}, quantization {options.quantization!r}",
         )
-    return options
+    if options.layout == "fused":
+        if options.stage != "before":
+            raise InvalidOption(
+                "layout fused is what vLLM has before post-processing", found=f"stage {options.stage!r}"
+            )
+        return
+    for key, usable, why in (
+        ("quantization", options.quantization == "none", "vLLM quantizes a layout of its own, by its own arguments"),
+        ("weight_cache_mode", options.weight_cache_mode != "daemon", "a daemon that vLLM fills is started by itself"),
+    ):
+        if not usable:
+            raise InvalidOption(why, found=f"layout 'vllm' and {key} {getattr(options, key)!r}")
 
 
 def _problem(error: Any) -> str:

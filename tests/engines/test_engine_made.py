@@ -98,17 +98,25 @@ def held(model: Path, runtime_dir: Path, rank: Rank, key: EngineKey) -> dict[str
         return {name: one for name, one in found.items() if kinds[name] == "parameter"}
 
 
-@pytest.mark.parametrize("rank", [Rank(0, 1), Rank(1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        pytest.param(LLAMA, Rank(0, 1), id="llama-tied-tp0of1"),
+        pytest.param(LLAMA, Rank(1, 2), id="llama-tied-tp1of2"),
+        pytest.param(AWQ, Rank(1, 2), id="llama-awq-tp1of2"),
+    ],
+)
 def test_every_parameter_is_vllm_s_own(
-    vllm: Engine, checkpoint: Callable[[Case], Path], runtime_dir: Path, rank: Rank
+    vllm: Engine, checkpoint: Callable[[Case], Path], runtime_dir: Path, case: Case, rank: Rank
 ) -> None:
-    model = checkpoint(LLAMA)
+    model = checkpoint(case)
     with served(model, runtime_dir, rank) as running:
         key = key_of(model)
         ready(running)
         ours = held(model, runtime_dir, rank, key)
-        assert differences(vllm.held(model, LLAMA, rank), ours) == []
-        assert ours["lm_head.weight"].names == ("lm_head.weight", "model.embed_tokens.weight")
+        assert differences(vllm.held(model, case, rank), ours) == []
+        tied = {one.names for one in ours.values() if len(one.names) > 1}
+        assert tied == ({("lm_head.weight", "model.embed_tokens.weight")} if case is LLAMA else set())
 
 
 def test_after_post_processing_experts_are_vllm_s_own_and_linear_layers_are_not_packed_away(
