@@ -1,4 +1,4 @@
-"""An engine with a loader of its own hears where it has to use it: where the contract allows the disk, and only there."""
+"""An engine with a loader of its own hears where it has to use it: where the contract allows the disk, only there."""
 
 import logging
 import socket
