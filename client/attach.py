@@ -29,6 +29,7 @@ from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import Provenance, abbreviated, build_config
 from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import CheckpointMismatch, InvalidOption
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
@@ -84,6 +85,7 @@ def attach(
     expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
+    engine: EngineKey | None = None,
     name: str = DEFAULT_NAME,
     runtime_dir: str | os.PathLike[str] | None = None,
     want: str = "checkpoint",
@@ -105,7 +107,10 @@ def attach(
     ``mode``: ``client`` loads from disk when the place is absent, and only then; ``require`` raises DaemonAbsent
     instead; ``off`` always loads from disk. ``layout``, sizes and ranks of the parallel kinds (tensor, pipeline,
     expert), ``expert_placement`` (``linear`` or ``round_robin``), ``dtype`` and ``quantization`` must be the daemon's.
-    An expert rank is a device of a pipeline stage: ``ep_rank`` modulo ``tp_size`` is ``tp_rank``.
+    An expert rank is a device of a pipeline stage: ``ep_rank`` modulo ``tp_size`` is ``tp_rank``. A layout that an
+    engine made has the engine's name, and ``engine`` is the key that its adapter computes (``engine_key``); such
+    weights come from a daemon or not at all: where it is absent DaemonAbsent is raised in every mode, and the engine
+    loads them by itself.
 
     ``want`` is ``checkpoint`` (exactly the content of ``model``), ``current`` (whatever the daemon has committed), or a
     version. ``digest`` states the content's digest and stands instead of files that cannot be seen.
@@ -142,13 +147,17 @@ def attach(
     model_dir = resolve(model)
     wanted = Wanted(
         model_dir,
-        build_config(model_dir, layout=layout, dtype=dtype, quantization=quantization, **parallel.model_dump()),
+        build_config(
+            model_dir, layout=layout, dtype=dtype, quantization=quantization, engine=engine, **parallel.model_dump()
+        ),
         options.checked_want(want),
         options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),
     )
     if mode == "off":
+        if engine is not None:
+            raise InvalidOption("an engine's layout is not loaded from disk", expected="client or require", found=mode)
         return _from_disk(wanted, progress)
     weights = _from_daemon(
         wanted,
@@ -232,6 +241,8 @@ def _granted(
 
 def _where_absent(wanted: Wanted, place: Place, mode: Mode, progress: Progress | None) -> WeightSet:
     near = sockets_near(place)
+    if wanted.config.engine is not None:
+        raise policy.absent(place.socket_path, near, instead=f"load them with {wanted.config.layout}'s own loader")
     if mode == "require":
         raise policy.absent(place.socket_path, near, instead="use mode 'client' to load from disk then")
     if not weights_visible(wanted.model_dir):

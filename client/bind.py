@@ -8,7 +8,7 @@ the module is what it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -35,6 +35,8 @@ class BindReport:
     """Names of weights that were left over and allowed to be."""
     nbytes_shared: int
     nbytes_copied: int
+    kept: tuple[str, ...] = ()
+    """Names of parameters that the weights lack and that were allowed to stay as they are."""
 
 
 @dataclass
@@ -47,12 +49,21 @@ class _Group:
     """The name in the weights that it gets its values from."""
 
 
-def bind(module: torch.nn.Module, weights: WeightSet, *, ignore_unexpected: Iterable[str] = ()) -> BindReport:
+def bind(
+    module: torch.nn.Module,
+    weights: WeightSet,
+    *,
+    ignore_unexpected: Iterable[str] = (),
+    keep_missing: Collection[str] = (),
+) -> BindReport:
     """Make every parameter of ``module`` the one of ``weights`` with its name, and copy persistent buffers that are
     there.
 
-    Tied parameters stay one ``nn.Parameter`` at all their names; gradients are off. A weight that the module has no use
-    for is allowed where its whole name matches a pattern of ``ignore_unexpected`` (``*`` and ``?`` as in file names).
+    Tied parameters stay one ``nn.Parameter`` at all their names; gradients are off. A parameter that has memory stays
+    the object that it is, with its class and its attributes, and gives its memory up; one on the meta device is
+    replaced. A weight that the module has no use for is allowed where its whole name matches a pattern of
+    ``ignore_unexpected`` (``*`` and ``?`` as in file names). A parameter with a name in ``keep_missing`` that the
+    weights lack keeps the values it was built with.
 
     Raises one BindError that names everything that does not fit (a parameter missing from the weights, a weight left
     over, another shape or dtype, tied names whose weights differ, anything that would stay on the meta device), with
@@ -63,7 +74,7 @@ def bind(module: torch.nn.Module, weights: WeightSet, *, ignore_unexpected: Iter
         (name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if _is_persistent(module, name)
     )
     problems = [
-        *_match_parameters(parameters, weights),
+        *_match_parameters(parameters, weights, keep_missing),
         *_match_buffers(buffers, weights),
         *_left_on_meta(module, buffers),
     ]
@@ -89,11 +100,13 @@ def _is_persistent(module: torch.nn.Module, name: str) -> bool:
     return leaf not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
-def _match_parameters(groups: list[_Group], weights: WeightSet) -> Iterator[str]:
+def _match_parameters(groups: list[_Group], weights: WeightSet, keep_missing: Collection[str]) -> Iterator[str]:
     from torch.nn.parameter import is_lazy
 
     for group in groups:
         present = [name for name in group.names if name in weights]
+        if not present and not group.tensor.is_meta and any(name in keep_missing for name in group.names):
+            continue
         if not present:
             yield f"{' = '.join(group.names)}: missing from the weights"
         elif is_lazy(group.tensor):
@@ -157,11 +170,15 @@ def _apply(
     import torch
 
     shared = {}
-    tensors = [(group, weights[group.source or ""]) for group in parameters]
+    tensors = [(group, weights[group.source]) for group in parameters if group.source is not None]
     copies = [(group, weights[group.source]) for group in buffers if group.source is not None]
     for group, tensor in tensors:
-        parameter = torch.nn.Parameter(tensor, requires_grad=False)
         shared[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
+        if not group.tensor.is_meta:
+            group.tensor.data = tensor
+            group.tensor.requires_grad_(False)
+            continue
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
         for name in group.names:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_parameter(leaf, parameter)
@@ -169,11 +186,12 @@ def _apply(
         for group, tensor in copies:
             _fill_buffer(module, group, tensor)
     return BindReport(
-        bound=tuple(name for group in parameters for name in group.names),
+        bound=tuple(name for group, _ in tensors for name in group.names),
         copied=tuple(name for group, _ in copies for name in group.names),
         ignored=ignored,
         nbytes_shared=sum(shared.values()),
         nbytes_copied=sum(tensor.nbytes for _, tensor in copies),
+        kept=tuple(name for group in parameters if group.source is None for name in group.names),
     )
 
 

@@ -32,7 +32,14 @@ from weightcached.protocol.memory.admission import admit
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.ranks import device_of
-from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
+from weightcached.protocol.shard_options import (
+    add_engine_argument,
+    add_rank_filters,
+    add_shard_arguments,
+    parse_with_engine,
+    shard_with_key,
+    shards_of,
+)
 from weightcached.protocol.snapshot import open_snapshot, write_snapshot
 from weightcached.protocol.text import binary_size, one_line
 
@@ -44,10 +51,11 @@ a disk that is full; 64 bad options"""
 
 def main(argv: list[str]) -> int:
     """Run one of both; the exit code."""
-    given = _parser().parse_args(argv)
+    given = parse_with_engine(_parser(), argv)
     work = _save if given.command == "save" else _load
     try:
         shards, model_dir = shards_of(given), resolve(given.model)
+        shards = [shard_with_key(given, shard, model_dir) for shard in shards]
         done = [work(given, model_dir, build_config(model_dir, **shard), shard) for shard in shards]
     except WeightCacheError as error:
         if given.json:
@@ -151,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("model", metavar="MODEL", help="a checkpoint directory (config.json suffices), or a hub id")
         one.add_argument("directory", metavar="DIR", help="the snapshot's directory, with a folder for each rank")
         add_shard_arguments(one)
+        add_engine_argument(one)
         add_rank_filters(one)
         one.add_argument("--json", action="store_true", help="one JSON document")
     save.add_argument(

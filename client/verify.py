@@ -7,7 +7,6 @@ imported only for the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from weightcached.loader.reference import Reference
 
 Verdict = Literal["equal", "differs", "missing", "extra", "not compared"]
-"""``missing``: a tensor on disk that no resident parameter came from, though nothing says that it is ignored.
+"""``missing``: a parameter that the rank should have, since files have tensors for it, but that is not resident.
 ``extra``: a resident parameter for which the files have no tensor."""
 
 
@@ -47,15 +46,15 @@ def against_manifest(weights: WeightSet) -> list[Finding]:
 
 
 def against_disk(weights: WeightSet, model_dir: Path, config: CacheConfig) -> list[Finding]:
-    """Every parameter against the naive reference's, and every tensor on disk that came into none. Blocks for reading
-    the checkpoint, more than once where parameters share tensors. Raises CheckpointError when it cannot be read.
+    """Every parameter against the naive reference's, and what the reference has besides. Blocks for reading the
+    checkpoint, more than once where parameters share tensors. Raises CheckpointError when it cannot be read.
     """
     from weightcached.loader.reference import Reference
 
     with Reference(model_dir, config) as reference:
         findings = [_compared(name, weights, reference) for name in weights]
-        if all(finding.verdict != "not compared" for finding in findings):
-            findings += _missing(weights, reference)
+        for name, tensor in reference.missing(weights):
+            findings.append(Finding(name, "missing", f"it is not resident, though files have {tensor}"))
         return findings
 
 
@@ -66,15 +65,10 @@ def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
         expected = reference.parameter(name)
     except NotCompared as reason:
         return Finding(name, "not compared", str(reason))
-    except NotOnDisk as tensor:
-        return Finding(name, "extra", f"no file has tensor {tensor}")
+    except NotOnDisk as what:
+        return Finding(name, "extra", f"no file has {what}")
     why = _difference(expected, weights[name])
     return Finding(name, "equal") if why is None else Finding(name, "differs", why)
-
-
-def _missing(weights: WeightSet, reference: Reference) -> Iterator[Finding]:
-    left = reference.tensors - reference.used - weights.accounting.ignored.keys()
-    yield from (Finding(name, "missing", "a tensor on disk that no parameter came from") for name in sorted(left))
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:

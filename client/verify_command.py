@@ -28,7 +28,14 @@ from weightcached.protocol.hub import resolve
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.ranks import rank_word
-from weightcached.protocol.shard_options import add_rank_filters, add_shard_arguments, shards_of
+from weightcached.protocol.shard_options import (
+    add_engine_argument,
+    add_rank_filters,
+    add_shard_arguments,
+    parse_with_engine,
+    shard_with_key,
+    shards_of,
+)
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
 EQUAL_EXIT, DIFFERS_EXIT, NOT_COMPARED_EXIT, NOTHING_EXIT = range(4)
@@ -64,7 +71,7 @@ class Verified:
 
 def main(argv: list[str]) -> int:
     """Print, and return the exit code."""
-    given = _parser().parse_args(argv)
+    given = parse_with_engine(_parser(), argv)
     try:
         verified = verify(given)
     except WeightCacheError as error:
@@ -92,7 +99,7 @@ def verify(given: argparse.Namespace) -> list[Verified]:
     """Every rank that is meant. Raises InvalidOption, the errors of an attach, or an error of the checkpoint."""
     shards = shards_of(given)
     model_dir = resolve(given.model)
-    return [_verified(model_dir, given, shard) for shard in shards]
+    return [_verified(model_dir, given, shard_with_key(given, shard, model_dir)) for shard in shards]
 
 
 def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any]) -> Verified:
@@ -172,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a hub id")
     add_shard_arguments(parser)
+    add_engine_argument(parser)
     add_rank_filters(parser)
     parser.add_argument("--against-disk", action="store_true", help="compare with MODEL's files too; reads all of them")
     parser.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for each attach (default: 600)")

@@ -144,6 +144,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
         return [segment.view().toreadonly() for segment in self._open()]
 
+    def populate(self) -> None:
+        """Put every page into this process's page table now, so that it counts as resident, and no first use waits for
+        it. Copies nothing. Blocks: about 0.1 s for a GiB of small pages, hardly at all for large ones.
+        """
+        for segment in self._open():
+            segment.populate()
+
     def verify(self) -> None:
         """Raises TransferError naming the parameters that :meth:`differing` finds."""
         if differing := self.differing():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import time
@@ -27,10 +28,13 @@ from weightcached.daemon.reproving import Contradicted, Proven, compare
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size
 from weightcached.protocol.config import CacheConfig, Provenance, build_config, provenance_of
+from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import (
     CheckpointUnproven,
     ContractError,
+    EngineFailed,
     InsufficientMemory,
+    InvalidOption,
     ModelConfigError,
     TransferError,
     WeightCacheError,
@@ -39,11 +43,14 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 
 HUB_MODULE = "weightcached.protocol.hub"
+ENGINE_KEY_MODULE = "weightcached.loader.engines.key"
 VERIFY_MODULE = "weightcached.loader.verify"
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 """Pauses before loading again after a transient failure; then the failure stands."""
 CONFIG_TIMEOUT_S = 1.0
 """For reading ``config.json`` of weights that are here already: longer than that, and it counts as unreadable."""
+ENGINE_KEY_TIMEOUT_S = 120.0
+"""For the key of the engine whose layout is here already: it has to be imported, which takes its time."""
 
 log = logging.getLogger(__name__)
 
@@ -158,16 +165,18 @@ class Acquiring:
             return _Standing(None, await self._require_same_content(whole, origin))
         model_dir = Path(origin.model_dir if origin is not None else self._options.model)
         try:
+            async with asyncio.timeout(ENGINE_KEY_TIMEOUT_S):
+                engine = await self._engine_key(model_dir)
             async with asyncio.timeout(CONFIG_TIMEOUT_S):
-                asked = await self._read_config(model_dir)
+                asked = await self._read_config(model_dir, engine)
         except TimeoutError:
-            reason = f"config.json was not read within {CONFIG_TIMEOUT_S:g} s"
-        except ModelConfigError as error:
+            reason = f"config.json was not read within {CONFIG_TIMEOUT_S:g} s, or the engine's key not computed in time"
+        except (ModelConfigError, EngineFailed, InvalidOption, ContractError) as error:  # of the key's process, too
             reason = str(error)
         else:
             require_same_config(whole.config, asked)
             return _Standing("the files were not looked at yet", None)
-        log.warning("adopting without config.json", extra={"reason": reason})
+        log.warning("adopting by the options alone", extra={"reason": reason})
         require_same_config(whole.config, with_options(whole.config, self._options))
         return _Standing(reason, None)
 
@@ -176,7 +185,7 @@ class Acquiring:
         self._record.progress.update("prove")
         asked = await self._origin()
         model_dir = Path(asked.model_dir)
-        require_same_config(whole.config, await self._read_config(model_dir))
+        require_same_config(whole.config, await self._read_config(model_dir, await self._engine_key(model_dir)))
         provenance = await in_thread(lambda: provenance_of(model_dir))
         answer = await compute(
             asked.model_dir,
@@ -244,7 +253,8 @@ class Acquiring:
         origin = await self._origin()
         record.model_path = origin.model_dir
         model_dir = Path(origin.model_dir)
-        config = await self._read_config(model_dir)
+        engine = await self._engine_key(model_dir)
+        config = await self._read_config(model_dir, engine)
         provenance = await in_thread(lambda: provenance_of(model_dir))
         record.config = config
         record.changes.announce()  # clients of another config need not wait for the load
@@ -257,6 +267,7 @@ class Acquiring:
             known_digest=lambda receipts: remembered(receipts, options.cache_dir),
             snapshot=options.snapshot,
             strategy=options.load_strategy,
+            engine_arguments=options.engine_arguments,
         )
 
     async def _origin(self) -> Origin:
@@ -275,7 +286,27 @@ class Acquiring:
             raise ContractError("the hub process answered without a path", found=sorted(answer))
         return Origin.of(answer["path"], hub_id=model)
 
-    async def _read_config(self, model_dir: Path) -> CacheConfig:
+    async def _engine_key(self, model_dir: Path) -> EngineKey | None:
+        """Of the engine whose layout is asked for, computed in a process of its own: this one imports no engine."""
+        options = self._options
+        if options.engine is None:
+            return None
+        self._record.progress.update(f"ask engine {options.engine} for its key"[:200])
+        request = {
+            "model_dir": os.fspath(model_dir),
+            "parallel": options.parallel.model_dump(),
+            "dtype": options.dtype,
+            "arguments": options.engine_arguments,
+        }
+        arguments = ["--engine", options.engine, "--request", json.dumps(request), *parent_arguments()]
+        child = await Child.start("engine key", ENGINE_KEY_MODULE, arguments, answers=True)
+        try:
+            answer = await child.answer()
+        finally:
+            await child.end()
+        return EngineKey.of(options.engine, answer["revision"], answer["entries"])
+
+    async def _read_config(self, model_dir: Path, engine: EngineKey | None) -> CacheConfig:
         options = self._options
         return await in_thread(
             lambda: build_config(
@@ -283,6 +314,7 @@ class Acquiring:
                 layout=options.layout,
                 dtype=options.dtype,
                 quantization=options.quantization,
+                engine=engine,
                 **options.parallel.model_dump(),
             )
         )

@@ -168,13 +168,15 @@ def require_same_config(kept: CacheConfig, asked: CacheConfig) -> None:
 
 
 def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
-    """The config that the options ask for, as far as it can be told without ``config.json``: whatever that decides is
-    as it was.
+    """The config that the options ask for, as far as it can be told without ``config.json`` and without the engine that
+    makes the layout: whatever those decide is as it was. Raises ConfigurationError for the layout of another maker.
     """
+    if options.layout != kept.layout and not {options.layout, kept.layout} <= LAYOUT_REVISIONS.keys():
+        raise ConfigurationError("the kept weights are of another layout", expected=options.layout, found=kept.layout)
     return kept.model_copy(
         update={
             "layout": options.layout,
-            "layout_revision": LAYOUT_REVISIONS[options.layout],
+            "layout_revision": LAYOUT_REVISIONS.get(options.layout, kept.layout_revision),
             "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "save a rank's finished shard to disk; load it to try it",
     ),
     "digest": ("weightcached.protocol.digests:main", "print the digest of a checkpoint's content"),
+    "launch": ("weightcached.client.vllm.launch:main", "start vLLM with its weights from the daemon"),
     "engine": ("weightcached.client.engine.command:main", "a small inference server on Transformers"),
     "demo": ("weightcached.client.demo.command:main", "the whole story on this machine, with a table of seconds"),
 }

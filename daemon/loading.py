@@ -71,6 +71,8 @@ class LoadRequest:
     snapshot: Path | None = None
     """Load this rank's part of the snapshot in this directory, instead of the weights of the checkpoint."""
     strategy: LoadStrategy = "auto"
+    engine_arguments: tuple[str, ...] = ()
+    """Of the engine that makes the config's layout, where there is one."""
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -91,6 +93,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
                 trusted_filesystems=request.trusted_filesystems,
                 snapshot=None if request.snapshot is None else os.fspath(request.snapshot),
                 strategy=request.strategy,
+                engine_arguments=request.engine_arguments,
             )
         )
         planned, none = await worker.receive(progress)

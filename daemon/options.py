@@ -20,7 +20,7 @@ from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
-from weightcached.protocol.shard_options import add_shard_arguments, sizes
+from weightcached.protocol.shard_options import add_engine_argument, add_shard_arguments, parse_with_engine, sizes
 from weightcached.protocol.worker_messages import LoadStrategy
 
 
@@ -32,6 +32,9 @@ class ServeOptions:
     """A directory, or a hub id."""
     parallel: Parallel
     layout: str
+    """Ours, or the engine's name."""
+    engine: str | None
+    engine_arguments: tuple[str, ...]
     dtype: str
     quantization: str
     place: Place
@@ -59,6 +62,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add_shard_arguments(group)
+    add_engine_argument(group)
     group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
     group.add_argument(
         "--snapshot",
@@ -152,7 +156,7 @@ def parse_serve(argv: list[str]) -> ServeOptions:
     parser.add_argument("--parent-pid", type=whole_number(1), help=argparse.SUPPRESS)  # `up`: die with that process
     add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
-    return serve_options(parser.parse_args(argv))
+    return serve_options(parse_with_engine(parser, argv))
 
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
@@ -165,6 +169,8 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         model=given.model,
         parallel=parallel,
         layout=given.layout,
+        engine=given.engine,
+        engine_arguments=given.engine_arguments,
         dtype=given.dtype,
         quantization=given.quantization,
         place=Place(

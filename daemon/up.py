@@ -26,7 +26,7 @@ from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.processes import python_command
 from weightcached.protocol.ranks import every_rank, ranks_of
-from weightcached.protocol.shard_options import sizes
+from weightcached.protocol.shard_options import parse_with_engine, sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     add_model_arguments(parser)
     add_place_arguments(parser, name=NAME_OF_ONE)
     add_running_arguments(parser)
-    given = parser.parse_args(argv)
+    given = parse_with_engine(parser, argv)
     try:
         parallels = every_rank(sizes(given), placement=given.expert_placement)
         check(given, parallels)
@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         return USAGE_EXIT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         ranks = Ranks(
-            argv,
+            argv[: argv.index("--")] if "--" in argv else argv,
+            engine_arguments=given.engine_arguments,
             parallels=parallels,
             metrics=metrics_address(given),
             log_format=given.log_format,
@@ -78,12 +79,14 @@ class Ranks:
         self,
         arguments: Sequence[str],
         *,
+        engine_arguments: Sequence[str],
         parallels: Sequence[Parallel],
         metrics: Address | None,
         log_format: str,
         log_level: str,
     ) -> None:
         self._arguments = arguments
+        self._engine_arguments = ("--", *engine_arguments) if engine_arguments else ()
         self._log_arguments = ("--log-format", log_format, "--log-level", log_level)
         self._parallels = parallels
         self._metrics = metrics
@@ -114,7 +117,7 @@ class Ranks:
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
             *python_command("weightcached.daemon", "supervise", "--parent-pid", str(os.getpid()), *self._log_arguments),
-            *("--", "serve", *self._arguments, *metrics, *ranks),
+            *("--", "serve", *self._arguments, *metrics, *ranks, *self._engine_arguments),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,

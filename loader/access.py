@@ -29,6 +29,7 @@ DIRECT_NBYTES = 2 * LARGE_PAGE_NBYTES
 as long again."""
 
 _BLOCK_NBYTES = 4096
+_BEGIN_NBYTES = 1 << 20
 _CACHESTAT = 451
 """The system call's number on every architecture (Linux 6.5)."""
 _NO_ADVICE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE})
@@ -37,9 +38,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
-def accessing(files: Mapping[str, int], strategy: Strategy) -> Iterator[Access]:
-    """The way that the strategy names, to ``files`` (name → descriptor). Raises DeploymentError where a file cannot be
-    read that way.
+def accessing(files: Mapping[str, int], strategy: Strategy, *, mapped: bool) -> Iterator[Access]:
+    """The way that the strategy names, to ``files`` (name → descriptor), by ``mapped`` files too where that is faster.
+    Raises DeploymentError where a file cannot be read that way.
     """
     with ExitStack() as stack:
         if strategy.name == "direct":
@@ -49,7 +50,9 @@ def accessing(files: Mapping[str, int], strategy: Strategy) -> Iterator[Access]:
         elif strategy.name == "mmap":
             yield Mapped(files)
         else:
-            yield Buffered(files, strategy.exact)
+            buffered = Buffered(files, strategy.exact, apart=strategy.apart, mapped=mapped)
+            stack.callback(buffered.close)
+            yield buffered
 
 
 def look(files: Mapping[str, int]) -> dict[str, FileFacts]:
@@ -59,7 +62,7 @@ def look(files: Mapping[str, int]) -> dict[str, FileFacts]:
 
 def _facts(fd: int) -> FileFacts:
     try:
-        os.close(_reopened(fd))
+        os.close(_reopened(fd, os.O_DIRECT))
         direct = True
     except OSError:
         direct = False
@@ -70,13 +73,26 @@ def _facts(fd: int) -> FileFacts:
 class Buffered:
     """Through the page cache."""
 
-    def __init__(self, files: Mapping[str, int], exact: Container[str] = ()) -> None:
-        """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of."""
+    def __init__(
+        self, files: Mapping[str, int], exact: Container[str] = (), *, apart: bool = False, mapped: bool = False
+    ) -> None:
+        """``exact`` names the files of which nothing may be read ahead but what :meth:`expect` is told of. ``apart``:
+        threads read the others at places of their own, so each gets a descriptor of its own, and with it the kernel's
+        reading ahead. ``mapped``: what lies in the page cache may be looked at in mappings of the files, which a file
+        that becomes shorter meanwhile turns into a signal (SIGBUS).
+        """
         self._files = files
         self._exact = exact
         self._windows = {name: _window_nbytes(fd) for name, fd in files.items()}
         for name, fd in files.items():
             _advise(fd, 0, 0, os.POSIX_FADV_RANDOM if name in exact else os.POSIX_FADV_SEQUENTIAL)
+        self._apart = apart
+        self._may_map = mapped
+        self._mappings: Mapped | None = None
+        self._local = threading.local()
+        self._opened: set[int] = set()
+        self._unseen = memoryview(bytearray(_BEGIN_NBYTES))
+        """What is read to begin with lands here, in vain where it is there already."""
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Fills the page cache with these bytes of an exact file, unless they are there."""
@@ -87,14 +103,54 @@ class Buffered:
         for start in range(offset, offset + nbytes, window):
             _advise(fd, start, min(window, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
+    def begin(self, file: str, offset: int, nbytes: int) -> None:
+        """Has the disk start, where threads wait for it: a read that must not wait leaves its readahead under way."""
+        if self._apart and file not in self._exact:
+            with suppress(OSError):  # not there yet; a real fault shows when it is read
+                os.preadv(self._descriptor(file), [self._unseen[:nbytes]], offset, os.RWF_NOWAIT)
+
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
-        fd, wanted = self._files[file], sum(map(len, buffers))
+        fd, wanted = self._descriptor(file), sum(map(len, buffers))
         done = os.preadv(fd, buffers, offset)
         while done < wanted:
             more = os.preadv(fd, list(_unfilled(buffers, done))[:VECTORS_MAX], offset + done)
             if not more:
                 raise EOFError(done)
             done += more
+
+    def view(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        if not self._may_map or not _is_cached(self._files[file], offset + nbytes - 1):
+            return None
+        if self._mappings is None:
+            self._mappings = Mapped(self._files)  # by two threads at once, perhaps: one of them is dropped
+        return self._mappings.view(file, offset, nbytes)
+
+    def _descriptor(self, file: str) -> int:
+        """To read the file by. A thread has one of its own at a time: of the file that it has read last."""
+        if not self._apart or file in self._exact:
+            return self._files[file]
+        if getattr(self._local, "file", None) != file:
+            self._close_own()
+            try:
+                fd = _reopened(self._files[file])
+            except OSError:  # not allowed, or no more to be had: threads share one, which is slower, not wrong
+                return self._files[file]
+            _advise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._opened.add(fd)
+            self._local.file, self._local.fd = file, fd
+        own: int = self._local.fd
+        return own
+
+    def _close_own(self) -> None:
+        if getattr(self._local, "file", None) is not None:
+            self._local.file = None
+            self._opened.discard(self._local.fd)
+            os.close(self._local.fd)
+
+    def close(self) -> None:
+        """Close all that was opened here. No thread may read any more."""
+        while self._opened:
+            os.close(self._opened.pop())
 
 
 class Mapped:
@@ -108,6 +164,8 @@ class Mapped:
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Nothing: the kernel reads ahead of the faults."""
 
+    begin = expect
+
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         view = self._views[file]
         if offset + sum(map(len, buffers)) > len(view):
@@ -115,6 +173,10 @@ class Mapped:
         for buffer in buffers:
             _move(buffer, view[offset : offset + len(buffer)])
             offset += len(buffer)
+
+    def view(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        view = self._views[file]
+        return view[offset : offset + nbytes] if offset + nbytes <= len(view) else None
 
 
 class Direct:
@@ -125,7 +187,7 @@ class Direct:
         self._local = threading.local()
         try:
             for name, fd in files.items():
-                self._fds[name] = _reopened(fd)
+                self._fds[name] = _reopened(fd, os.O_DIRECT)
         except OSError as error:
             self.close()
             raise DeploymentError(
@@ -138,6 +200,8 @@ class Direct:
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Nothing: there is nowhere to put it."""
+
+    begin = expect
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         fd, block = self._fds[file], self._block()
@@ -156,6 +220,10 @@ class Direct:
                 filled += some
                 done += some
 
+    def view(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        """None: nothing lies anywhere."""
+        return None
+
     def close(self) -> None:
         """Close every descriptor. Safe to call again."""
         while self._fds:
@@ -173,8 +241,9 @@ class Direct:
         return block
 
 
-def _reopened(fd: int) -> int:
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+def _reopened(fd: int, flags: int = 0) -> int:
+    """Another descriptor of the same file, whatever became of its name."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
 
 
 def _mapped(fd: int) -> memoryview:

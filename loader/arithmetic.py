@@ -27,14 +27,14 @@ FP8_BLOCK_LARGEST_MIN = 1e-4
 """A block is quantized as if its largest value were at least this."""
 
 
-def fp8_channel(x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor]:
-    """e4m3, and a float32 scale ``[rows, 1]`` for each row.
+def fp8_channel(x: torch.Tensor, into: torch.Tensor, origin: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+    """e4m3, and a float32 scale ``[rows, 1]`` for each row. ``origin``: ``x`` in the dtype that it came in.
 
     ``s = max(max|row| / 448, 1 / (448 · 512))`` and ``q = e4m3(x / s)``, to nearest even: vLLM's ``fp8_per_channel``.
     Error: ``|q · s − x| ≤ max(|x| · 2**-4, s · 2**-10) · (1 + 2**-20)``: half a step of a three-bit mantissa, or half
     a step of the subnormals.
     """
-    scale = (_largest(x) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
+    scale = (_largest(x if origin is None else origin) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
     into.copy_(x.div_(scale))
     return (scale,)
 
@@ -73,13 +73,13 @@ def fp8_block(x: torch.Tensor, into: torch.Tensor, block: tuple[int, int]) -> tu
     return (scale,)
 
 
-def int8_channel(x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor]:
-    """int8, and a float32 scale ``[rows, 1]`` for each row.
+def int8_channel(x: torch.Tensor, into: torch.Tensor, origin: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+    """int8, and a float32 scale ``[rows, 1]`` for each row. ``origin``: ``x`` in the dtype that it came in.
 
     ``s = max|row| / 127.5``, or 2**-23 where that is zero, and ``q = round(clamp(x / s, −128, 127))``, to nearest
     even. Error: ``|q · s − x| ≤ s · (1/2 + 2**-15)``, and at most ``2**-118`` where ``s`` is subnormal.
     """
-    scale = _nonzero(_largest(x) / 127.5)
+    scale = _nonzero(_largest(x if origin is None else origin) / 127.5)
     into.copy_(x.div_(scale).clamp_(-128, 127).round_())
     return (scale,)
 
@@ -118,18 +118,32 @@ def int4_group_asymmetric(
 
 def largest(x: torch.Tensor) -> float:
     """``max|x|`` as float32 has it, of any floating point; not finite where some value is not. Changes nothing."""
-    import torch
-
-    low, high = x.aminmax()
-    return float(torch.maximum(-low, high).to(torch.float32))
+    return float(_largest(_largest(x).flatten()))
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
-    """``max|x|`` over the last axis, which stays with length one."""
+    """``max|x|`` over the last axis, which stays with length one, as float32; not finite where some value is not."""
     import torch
 
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return _largest_by_bits(x)
     # Not abs().amax(): a temporary of full size less.
-    return torch.maximum(x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True).neg_())
+    return torch.maximum(x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True).neg_()).to(torch.float32)
+
+
+def _largest_by_bits(x: torch.Tensor) -> torch.Tensor:
+    """The same of 16 bits each, as the integers that their bits are: five times as fast. Of one sign, magnitudes are in
+    the order of the bits: infinity above all numbers, NaN above infinity.
+    """
+    import numpy as np
+    import torch
+
+    bits = x.view(torch.int16).numpy()
+    positive = bits.max(axis=-1, keepdims=True).clip(min=0)  # negative where there is none
+    negative = (
+        bits.view(np.uint16).max(axis=-1, keepdims=True).view(np.int16) & 0x7FFF
+    )  # of the others, if there is none
+    return torch.from_numpy(np.maximum(positive, negative)).view(x.dtype).to(torch.float32)
 
 
 def _in_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:

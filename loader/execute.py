@@ -4,9 +4,10 @@ Owns the threads and the digests. Borrows the checkpoint's descriptors and the s
 writes only inside the places it is given; what a failed execution has written is of no use. Whether files changed
 meanwhile is the pipeline's question.
 
-All threads work on the same parameter, on neighbouring slabs: they balance whatever the sizes, files are read front to
-back, and a digest over the parameter's bytes is made slab after slab, while each is still in a cache. Digesting goes by
-turns, but hardly anybody waits for one: whoever has the turn digests what others have left behind it, too.
+A thread takes a run of slabs at a time: long enough that a disk sees a few streams, short enough that threads end
+together. A digest over a parameter's bytes is made slab after slab, while each is still in a cache. Where a parameter
+is longer than a run, digesting goes by turns, but hardly anybody waits for one: whoever has the turn digests what
+others have left behind it, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from weightcached.loader.planned import PartKind
 from weightcached.loader.quantize import Output, Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
-from weightcached.loader.strategy import choose
+from weightcached.loader.strategy import Strategy, choose
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.admission import rooms
@@ -78,9 +79,11 @@ def execute(
     threads: int | None = None,
     slab_nbytes: int = SLAB_NBYTES,
     progress: Progress | None = None,
+    expendable: bool = False,
 ) -> Executed:
     """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
 
+    ``expendable``: a file that becomes shorter meanwhile may kill this process; where ranges are strided, it is faster.
     ``threads``: by default, as many as the strategy needs. Padding is written as zeros, whatever was there. Blocks
     until all is written; on failure until every thread has stopped. Raises TruncatedFile or CheckpointError
     (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files cannot be read
@@ -90,8 +93,9 @@ def execute(
     free_nbytes = min(room.free_nbytes for room in rooms())
     chosen = choose(parameters, look(files), free_nbytes=free_nbytes, asked=strategy)
     log.info("load strategy: %s", chosen.reason)
-    with accessing(files, chosen) as access, LargePages(segment, nbytes=placement.segment_nbytes) as pages:
-        team = _Team(placement, Reader(access), segment, pages, slab_nbytes, chosen.ahead_nbytes, progress)
+    pages = LargePages(segment, nbytes=placement.segment_nbytes)
+    with accessing(files, chosen, mapped=expendable) as access, pages:
+        team = _Team(placement, Reader(access), segment, pages, slab_nbytes, chosen, progress)
         team.run(threads or chosen.threads)
     log.info("large pages: %s", pages)
     return team.executed()
@@ -119,7 +123,7 @@ class _Team:
         segment: int,
         pages: LargePages,
         slab_nbytes: int,
-        ahead_nbytes: int,
+        strategy: Strategy,
         progress: Progress | None,
     ) -> None:
         self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
@@ -127,7 +131,8 @@ class _Team:
         self._segment = segment
         self._pages = pages
         self._slab_nbytes = slab_nbytes
-        self._ahead_nbytes = ahead_nbytes
+        self._ahead_nbytes = strategy.ahead_nbytes
+        self._run_nbytes = strategy.run_nbytes
         self._pending: Iterator[Slab] = staggered(
             itertools.chain.from_iterable(
                 slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
@@ -137,7 +142,6 @@ class _Team:
         self._turn = threading.Condition(self._lock)
         self._expected: deque[Slab] = deque()
         self._expected_nbytes = 0
-        self._reached = 0
         self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
@@ -174,16 +178,21 @@ class _Team:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         transforms = Transforms(self._lend)
         try:
-            while (slab := self._next()) is not None:
-                if slab.step != "all":
-                    self._process_held(slab, transforms)
-                    continue
-                if (place := self._place(slab)) is not None:
-                    self._process(slab, place, transforms, in_place=True)
-                    continue
-                if len(buffer) < slab.source_nbytes:
-                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                self._process(slab, buffer[: slab.source_nbytes], transforms, in_place=False)
+            while run := self._claim():
+                self._reader.begin(run[0])
+                self._pages.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
+                for slab in run:
+                    if self._failure is not None:
+                        return
+                    if slab.step != "all":
+                        self._process_held(slab, transforms)
+                        continue
+                    if (place := self._place(slab)) is not None:
+                        self._process(slab, place, transforms, in_place=True)
+                        continue
+                    if len(buffer) < slab.source_nbytes:
+                        buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                    self._process(slab, buffer[: slab.source_nbytes], transforms, in_place=False)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
@@ -224,31 +233,50 @@ class _Team:
             traffic.read += read_nbytes
             traffic.kept += sum(read.nbytes for read in slab.reads)
 
-    def _next(self) -> Slab | None:
-        """Do a share of what has to be ready before slabs come to it, then claim one: nobody waits for us meanwhile."""
-        self._pages.advance(self._reached)
-        return self._claim()
+    def _claim(self) -> list[Slab]:
+        """The next run of slabs; none if there is no more to do. Tells the kernel of those that will follow it.
 
-    def _claim(self) -> Slab | None:
-        """The next slab, or None when there is no more to do. Tells the kernel of those that will follow it."""
+        What may have to wait for other slabs is a run by itself, so that these cannot be in one that waits for it: held
+        matrices, and, where large pages are not to be had, everything.
+        """
         fresh = []
         with self._lock:
             if self._failure is not None:
-                return None
-            while self._expected_nbytes < self._ahead_nbytes and (slab := next(self._pending, None)) is not None:
+                return []
+            while self._expected_nbytes < self._ahead_nbytes + self._run_nbytes:
+                slab = next(self._pending, None)
+                if slab is None:
+                    break
                 self._expected.append(slab)
                 self._expected_nbytes += slab.source_nbytes
                 fresh.append(slab)
-            if not self._expected:
-                return None
-            claimed = self._expected.popleft()
-            self._expected_nbytes -= claimed.source_nbytes
-            placed = self._placed[claimed.parameter.name]
-            elements = math.prod(claimed.parameter.source_shape)
-            self._reached = placed.offset + claimed.first * placed.nbytes // elements
+            run = self._next_run()
+            self._expected_nbytes -= sum(slab.source_nbytes for slab in run)
         for slab in fresh:
             self._reader.expect(slab)
-        return claimed
+        return run
+
+    def _next_run(self) -> list[Slab]:
+        """Taken from those that are expected. Called with the lock held."""
+        run: list[Slab] = []
+        nbytes = 0
+        while self._expected:
+            slab = self._expected[0]
+            alone = slab.step != "all" or self._pages.gave_up is not None
+            nbytes += slab.source_nbytes
+            if run and (alone or nbytes > self._run_nbytes):
+                break
+            run.append(self._expected.popleft())
+            if alone:
+                break
+        return run
+
+    def _place_of(self, slab: Slab) -> tuple[int, int]:
+        """Where in the segment it will be: first byte, and one past its last."""
+        placed = self._placed[slab.parameter.name]
+        elements = math.prod(slab.parameter.source_shape)
+        first = placed.offset + slab.first * placed.nbytes // elements
+        return first, first + slab.elements * placed.nbytes // elements
 
     def _digest(self, slab: Slab, outputs: tuple[Output, ...], *, lasting: bool) -> None:
         """Leave the outputs to be digested after all slabs before, and take the turn if it is free.

@@ -81,16 +81,25 @@ def load(
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
+    expendable: bool = False,
 ) -> Loaded:
     """Fill ``segment``, a writable descriptor of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
 
     Blocks. The segment stays the caller's, is not mapped here, and is of use only if this returns: a failure leaves it
-    half filled. Raises CheckpointChanged when a file is not what it was when the checkpoint was opened, another
-    CheckpointError when one cannot be read or used, InsufficientMemory, and what ``progress`` raises.
+    half filled. ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not what it was when the
+    checkpoint was opened, another CheckpointError when one cannot be read or used, InsufficientMemory, and what
+    ``progress`` raises.
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "load"):
-        executed = execute(prepared.placement, checkpoint.files, segment, strategy=strategy, progress=progress)
+        executed = execute(
+            prepared.placement,
+            checkpoint.files,
+            segment,
+            strategy=strategy,
+            progress=progress,
+            expendable=expendable,
+        )
     with _timed(seconds, "verify"):
         checkpoint.receipts.require_same(take_receipts(checkpoint.files, also_trusted=also_trusted))
     rows = tuple(_row(placed, executed) for placed in prepared.placement.placed)

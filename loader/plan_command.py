@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from typing import Any
+import tempfile
 
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Print the plan; the exit code."""
     given = _parser().parse_args(argv)
     try:
-        print(_planned(given))
+        _print_json(given) if given.json else _print_tables(given)
     except WeightCacheError as error:
         if given.json:
             print(json.dumps({"error": error.as_fields()}))
@@ -39,8 +40,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _planned(given: argparse.Namespace) -> str:
-    """The plans of all ranks that are meant, as they are printed. Of the tables' ranks one plan at a time is kept.
+def _print_tables(given: argparse.Namespace) -> None:
+    """What people read of all ranks that are meant. One plan at a time is kept.
 
     Raises InvalidOption, UnsupportedModel, or an error of the checkpoint.
     """
@@ -48,14 +49,29 @@ def _planned(given: argparse.Namespace) -> str:
     model_dir = resolve(given.model)
     with open_checkpoint(model_dir) as checkpoint:
         summaries: list[RankSummary] = []
-        documents: list[dict[str, Any]] = []
         for shard in reversed(shards):  # the first is the one that is shown
             prepared = pipeline.prepare(checkpoint, build_config(model_dir, **shard))
             summaries.insert(0, summarize(prepared))
-            if given.json:
-                documents.insert(0, rank_document(summaries[0], prepared))
-        common = checkpoint_document(checkpoint)
-    return json.dumps(common | {"ranks": documents}) if given.json else "\n".join(render(common, summaries, prepared))
+        print("\n".join(render(checkpoint_document(checkpoint), summaries, prepared)))
+
+
+def _print_json(given: argparse.Namespace) -> None:
+    """The document of all ranks that are meant: in a file until all are planned, since an error would be the document.
+
+    As text it is hundreds of bytes a parameter and rank; in memory there is never more than one rank's plan.
+    """
+    shards = shards_of(given)
+    model_dir = resolve(given.model)
+    with open_checkpoint(model_dir) as checkpoint, tempfile.TemporaryFile("w+") as spool:
+        spool.write(json.dumps(checkpoint_document(checkpoint)).removesuffix("}"))
+        spool.write(', "ranks": [')
+        for number, shard in enumerate(shards):
+            prepared = pipeline.prepare(checkpoint, build_config(model_dir, **shard))
+            spool.write(", " if number else "")
+            spool.writelines(rank_document(summarize(prepared), prepared))
+        spool.write("]}\n")
+        spool.seek(0)
+        shutil.copyfileobj(spool, sys.stdout, 1 << 20)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ experts) are counted as they come and shown as one.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,10 +83,12 @@ def checkpoint_document(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def rank_document(summary: RankSummary, prepared: Prepared) -> dict[str, Any]:
-    """One rank: its config, the four name sets, bytes by kind of part, and each parameter with where it comes from."""
+def rank_document(summary: RankSummary, prepared: Prepared) -> Iterator[str]:
+    """One rank's JSON, in pieces: its config, the four name sets, bytes by kind of part, and each parameter with where
+    it comes from.
+    """
     accounting = summary.accounting
-    return {
+    head = {
         "rank": summary.rank,
         "config": {name: value for name, value in summary.config.model_dump().items() if name != "model"},
         "fingerprint": summary.config.fingerprint,
@@ -99,8 +102,14 @@ def rank_document(summary: RankSummary, prepared: Prepared) -> dict[str, Any]:
         "kinds": {
             kind: {name: getattr(row, name) for name in KindBytes.__slots__} for kind, row in summary.kinds.items()
         },
-        "parameters": [_parameter(placed) for placed in prepared.placement.placed],
     }
+    yield json.dumps(head).removesuffix("}")
+    yield ', "parameters": ['
+    separator = ""
+    for placed in prepared.placement.placed:
+        yield separator + json.dumps(_parameter(placed))
+        separator = ", "
+    yield "]}"
 
 
 def _parameter(placed: Placed) -> dict[str, Any]:

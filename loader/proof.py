@@ -124,4 +124,4 @@ def _fits(copy: Copy) -> bool:
 
 
 def _squeezed(shape: Shape) -> Shape:
-    return tuple(extent for extent in shape if extent != 1)
+    return tuple([extent for extent in shape if extent != 1])

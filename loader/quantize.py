@@ -66,7 +66,7 @@ class Transforms:
                 _refuse_scale(slab, into)
             return (first,)
         values = _values(slab, source)
-        made = _quantized(parameter.transform, self._wide(values), into.view(values.shape[0], -1), largest)
+        made = _quantized(parameter.transform, values, self._wide(values), into.view(values.shape[0], -1), largest)
         if not math.isfinite(made[0].max()):
             _refuse(slab, values)
         return (first, *_placed(slab, parameter.transform, made))
@@ -96,7 +96,9 @@ def measure(slab: Slab, source: memoryview) -> float:
     return largest
 
 
-def _quantized(transform: Quantize, x: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[torch.Tensor, ...]:
+def _quantized(
+    transform: Quantize, origin: torch.Tensor, x: torch.Tensor, into: torch.Tensor, largest: float
+) -> tuple[torch.Tensor, ...]:
     """Fills ``into``; returns the share that rows ``x`` of one matrix have of each other product, the scales first."""
     import torch
 
@@ -110,7 +112,8 @@ def _quantized(transform: Quantize, x: torch.Tensor, into: torch.Tensor, largest
             dtype: torch.dtype = getattr(torch, transform.products[1].dtype)
             quantize = arithmetic.int4_group if method.symmetric else arithmetic.int4_group_asymmetric
             return (*quantize(x, into, method.group, dtype), torch.tensor(transform.shape[-2:]))
-    return arithmetic.fp8_channel(x, into) if method.method == "fp8" else arithmetic.int8_channel(x, into)
+    by_channel = arithmetic.fp8_channel if method.method == "fp8" else arithmetic.int8_channel
+    return by_channel(x, into, origin)
 
 
 def _placed(slab: Slab, transform: Quantize, made: tuple[torch.Tensor, ...]) -> Iterator[Output]:

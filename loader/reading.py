@@ -7,6 +7,7 @@ come here is the :class:`Access`'s that it is given. Thread-safe: each thread br
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -38,10 +39,21 @@ class Access(Protocol):
         """These bytes will be read soon. Blocks only while the device's queue is full."""
         ...
 
+    def begin(self, file: str, offset: int, nbytes: int) -> None:
+        """This thread reads these bytes next. Blocks as little as that."""
+        ...
+
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all buffers, at most :data:`VECTORS_MAX`, from ``offset`` of the file, one after the other.
 
         Raises OSError, or EOFError with the number of bytes that were there when the file ends before.
+        """
+        ...
+
+    def view(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        """These bytes where they lie in memory already, to be copied from; None where they do not, or nobody may look.
+
+        Good until this object is closed.
         """
         ...
 
@@ -59,6 +71,11 @@ class Reader:
         for read in slab.reads:
             for offset, nbytes in spans(read):
                 self._access.expect(read.tensor.file, offset, nbytes)
+
+    def begin(self, slab: Slab) -> None:
+        """This thread reads the slab next, after what it has to do before."""
+        for read in slab.reads[:1]:
+            self._access.begin(read.tensor.file, read.offset, read.span_nbytes)
 
     def fill(self, slab: Slab, buffer: memoryview) -> int:
         """Fill the first ``slab.source_nbytes`` bytes of ``buffer``. Returns the bytes read, gaps included.
@@ -92,6 +109,10 @@ class Reader:
         return done
 
     def _read(self, read: Read, buffer: memoryview) -> int:
+        if read.pitch > read.length and not _is_alone(read):
+            view = self._access.view(read.tensor.file, read.offset, read.span_nbytes)
+            if view is not None:
+                return _copy_ranges(read, view, buffer)
         done = 0
         for offset, buffers in self._vectors(read, buffer):
             wanted = sum(map(len, buffers))
@@ -181,6 +202,19 @@ def _is_alone(read: Read) -> bool:
 
 def _offsets(first: int, pitch: int, count: int) -> range:
     return range(first, first + pitch * count, pitch)
+
+
+def _copy_ranges(read: Read, source: memoryview, buffer: memoryview) -> int:
+    """The read's ranges out of ``source``, its span. Nothing of the gaps is touched, which is most of the cost."""
+    import numpy as np
+
+    itemsize = math.gcd(read.length, read.pitch, read.target_pitch, 8)
+    shape = (read.ranges, read.length // itemsize)
+    dtype = np.dtype(f"u{itemsize}")
+    ranges: np.ndarray = np.ndarray(shape, dtype, source, 0, (read.pitch, itemsize))
+    target: np.ndarray = np.ndarray(shape, dtype, buffer, read.target, (read.target_pitch, itemsize))
+    target[...] = ranges
+    return read.ranges * read.length
 
 
 def _zero(buffer: memoryview, offset: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What a worker fills a segment from: a checkpoint, or a snapshot of a finished shard.
+"""What a worker fills a segment from: a checkpoint, a snapshot of a finished shard, or what an engine has built.
 
 Owns what the keeper is told of each (:class:`Planned`). Speaks to nobody; ``worker.py`` asks. An open source holds the
 files it reads from.
@@ -6,6 +6,7 @@ files it reads from.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Protocol
 
 from weightcached.loader import pipeline, snapshot
 from weightcached.loader.checkpoint import Checkpoint, open_checkpoint
+from weightcached.loader.engines.source import build_state
 from weightcached.loader.execute import Progress
-from weightcached.loader.layout import Placement
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
 from weightcached.protocol.messages import AccountingCounts, shortened
@@ -41,7 +42,7 @@ class Source(Protocol):
     """Something to load, once."""
 
     @property
-    def placement(self) -> Placement: ...
+    def segment_nbytes(self) -> int: ...
 
     @property
     def uses_torch(self) -> bool: ...
@@ -56,9 +57,14 @@ class Source(Protocol):
 
 
 @contextmanager
-def source_of(job: Job, config: CacheConfig) -> Iterator[Source]:
-    """What the job says, open. Raises what opening it and planning for it raise."""
+def source_of(job: Job, config: CacheConfig, stage: Callable[[str], None]) -> Iterator[Source]:
+    """What the job says, open; an engine has built its state then, and has told ``stage`` how far it is. Raises what
+    opening it and planning for it, or building it, raise.
+    """
     also_trusted = job.trusted_filesystems
+    if config.engine is not None and job.snapshot is None:
+        yield EngineSource(job, config, stage)
+        return
     if job.snapshot is None:
         with open_checkpoint(job.model_dir, also_trusted=also_trusted) as checkpoint:
             yield CheckpointSource(checkpoint, config, also_trusted)
@@ -75,12 +81,13 @@ class CheckpointSource:
         self._also_trusted = also_trusted
         self._prepared = pipeline.prepare(checkpoint, config)
         self.placement = self._prepared.placement
+        self.segment_nbytes = self.placement.segment_nbytes
         self.uses_torch = any(placed.parameter.transform is not None for placed in self.placement.placed)
 
     def planned(self) -> Planned:
         accounting = self._prepared.plan.accounting
         return _planned(
-            self.placement,
+            self.segment_nbytes,
             self._checkpoint.receipts,
             bytes_to_read=sum(self._prepared.requested.values()),
             accounting=AccountingCounts(
@@ -99,6 +106,7 @@ class CheckpointSource:
             also_trusted=self._also_trusted,
             progress=progress,
             strategy=strategy,
+            expendable=True,
         )
         figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
         return Filled(figures.bytes_read, figures.bytes_kept, figures.seconds, encode)
@@ -114,10 +122,11 @@ class SnapshotSource:
         self._snapshot = opened
         self._receipts = receipts
         self.placement = snapshot.placement_of(opened)
+        self.segment_nbytes = self.placement.segment_nbytes
 
     def planned(self) -> Planned:
         return _planned(
-            self.placement,
+            self.segment_nbytes,
             self._receipts,
             bytes_to_read=self._snapshot.manifest.content_nbytes,
             accounting=snapshot.counts_of(self._snapshot.manifest),
@@ -130,6 +139,32 @@ class SnapshotSource:
         return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
 
 
+class EngineSource:
+    """The state that an engine builds, in this process."""
+
+    uses_torch = False
+    """The engine has imported what it needs, and has set its threads."""
+
+    def __init__(self, job: Job, config: CacheConfig, stage: Callable[[str], None]) -> None:
+        os.dup2(2, 1)  # what engines print is for the log
+        self._state = build_state(
+            job.model_dir, config, job.engine_arguments, also_trusted=job.trusted_filesystems, progress=stage
+        )
+        self.segment_nbytes = self._state.segment_nbytes
+
+    def planned(self) -> Planned:
+        return _planned(
+            self.segment_nbytes,
+            self._state.receipts,
+            bytes_to_read=self._state.files_nbytes,
+            accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),  # the engine's own to check
+        )
+
+    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        encode, seconds = self._state.copy(segment, progress)
+        return Filled(self._state.files_nbytes, self._state.content_nbytes, seconds, encode)
+
+
 def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Receipts | None:
     """So that the snapshot can be told from what lies there now, where that was digested before."""
     if not weights_visible(model_dir):
@@ -139,7 +174,7 @@ def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Recei
 
 
 def _planned(
-    placement: Placement,
+    segment_nbytes: int,
     receipts: Receipts | None,
     *,
     bytes_to_read: int,
@@ -147,7 +182,7 @@ def _planned(
     digest: str | None = None,
 ) -> Planned:
     return Planned(
-        segments_nbytes=(placement.segment_nbytes,),
+        segments_nbytes=(segment_nbytes,),
         bytes_to_read=bytes_to_read,
         receipts=None if receipts is None else receipts.sha256,
         receipts_trusted=receipts is not None and receipts.trusted,

@@ -39,6 +39,17 @@ lock and at the kernel's allocator of pages.
 WAITING_THREADS = 16
 """Where they wait for answers most of the time: each has one request under way."""
 
+RUN_NBYTES = 32 << 20
+"""What a thread takes at a time at most: a run of slabs, which it reads, digests and writes by itself."""
+
+RUNS_MIN = 32
+"""So many runs at least make up a load, or threads would not end together."""
+
+WAITING_RUN_NBYTES = 128 << 20
+"""The same where threads wait for a disk: the kernel reads ahead of each, further and in larger pieces the longer it
+reads on from one place.
+"""
+
 AHEAD_NBYTES = 32 << 20
 """How far ahead of reading the page cache is asked to be filled: what a disk needs to be busy."""
 
@@ -68,6 +79,10 @@ class Strategy:
     """Files whose ranges are asked for one by one, ahead of their reads, and nothing else of them. The kernel's guess,
     some MiB past the end of each range, would be other ranks' bytes."""
     threads: int
+    run_nbytes: int
+    """Of slabs in a row, which one thread takes at a time; 0 for one slab."""
+    apart: bool
+    """Whether each thread waits for the disk at a place of its own in the file."""
     ahead_nbytes: int
     reason: str
 
@@ -93,14 +108,25 @@ def choose(
     total = sum(wanted.values())
     name, why = (asked, "asked for") if asked != "auto" else _decide(read, total, kept, resident, free_nbytes)
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
+    waiting = name in ("prefetch", "direct") or (name == "read" and _cached_share(read) < CACHED_SHARE)
     return Strategy(
         name,
         exact if name != "prefetch" else frozenset(files),
-        THREADS if name in ("read", "mmap") else WAITING_THREADS,
+        WAITING_THREADS if waiting else THREADS,
+        _run_nbytes(name, resident, waiting),
+        waiting and name != "prefetch",
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,
         f"{name}: {why}; {_gib(total)} of {_gib(sum(facts.nbytes for facts in files.values()))} on {systems}, "
         f"{_cached_share(read):.0%} in the page cache, {_gib(free_nbytes)} of memory free; "
         f"{len(exact)} of {len(files)} files are asked for range by range",
+    )
+
+
+def _run_nbytes(name: LoadStrategy, resident: int, waiting: bool) -> int:
+    if name == "prefetch":  # what is asked for far ahead is not far ahead of a run
+        return 0
+    return (
+        min(WAITING_RUN_NBYTES, -(-resident // WAITING_THREADS)) if waiting else min(RUN_NBYTES, resident // RUNS_MIN)
     )
 
 

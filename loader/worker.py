@@ -46,6 +46,8 @@ from weightcached.protocol.worker_messages import (
 
 log = logging.getLogger(__name__)
 
+_STAGE_MAX_CHARACTERS = 200
+
 # What another attempt may not meet again: a network file system's bad moment, memory that somebody else gives back.
 _TRANSIENT_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE}
@@ -82,12 +84,17 @@ def main() -> int:
 def _serve(channel: Channel) -> None:
     job = _job(channel)
     die_with_parent(job.keeper_pid)
-    with source_of(job, CacheConfig.model_validate(job.config)) as source:
+
+    def begins(stage: str) -> None:
+        channel.send(Progress(stage=stage[:_STAGE_MAX_CHARACTERS], bytes_done=0, bytes_total=0))
+
+    with source_of(job, CacheConfig.model_validate(job.config), begins) as source:
         channel.send(source.planned())
         memory, segments = _memory(channel)
         with segments:
             if source.uses_torch:
-                _prepare_torch(channel)
+                begins("import torch")
+                _prepare_torch()
             filled = source.fill(
                 segments[0],
                 lambda done, total: channel.send(Progress(stage="load weights", bytes_done=done, bytes_total=total)),
@@ -102,7 +109,7 @@ def _serve(channel: Channel) -> None:
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
-            resident_nbytes=source.placement.segment_nbytes,
+            resident_nbytes=source.segment_nbytes,
             bytes_read=filled.bytes_read,
             bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
@@ -128,9 +135,8 @@ def _memory(channel: Channel) -> tuple[Memory, OwnedFds]:
     return frame.message, frame.fds
 
 
-def _prepare_torch(channel: Channel) -> None:
+def _prepare_torch() -> None:
     """Import torch for the transforms. Our threads do the work side by side; torch's own would be in their way."""
-    channel.send(Progress(stage="import torch", bytes_done=0, bytes_total=0))
     import torch
 
     torch.set_num_threads(1)

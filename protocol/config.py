@@ -17,14 +17,21 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgpack
-from pydantic import AfterValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
+from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
-from weightcached.protocol.frozen import Frozen
+from weightcached.protocol.frozen import Frozen, FrozenJson
 from weightcached.protocol.quantization import Quantization
 from weightcached.protocol.regular_files import open_regular
 from weightcached.protocol.text import shown
@@ -61,25 +68,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
 )
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return MappingProxyType({key: _freeze(item) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)
-    return value
-
-
-def _thaw(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _thaw(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_thaw(item) for item in value]
-    return value
-
-
-FrozenJson = Annotated[Mapping[str, Any], AfterValidator(_freeze), PlainSerializer(_thaw)]
 
 
 class Parallel(Frozen):
@@ -121,6 +109,19 @@ class CacheConfig(Frozen):
     quantization: Quantization = Quantization()
     memory: Literal["host"] = "host"
     device: Literal["cpu"] = "cpu"
+    engine: FrozenJson | None = None
+    """The entries of the key of the engine that made the layout, whose name is ``layout``; null for layouts of ours."""
+
+    @model_validator(mode="after")
+    def _of_one_maker(self) -> CacheConfig:
+        if (self.engine is None) != (self.layout in LAYOUT_REVISIONS):
+            raise ValueError(f"layout {self.layout!r} {'without' if self.engine is None else 'with'} an engine's key")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Layouts of ours have no such field: what earlier releases made keeps its fingerprint, and is adopted."""
+        return {name: value for name, value in dump(self).items() if value is not None or name != "engine"}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -133,7 +134,7 @@ class CacheConfig(Frozen):
         return canonical_sha256({name: value for name, value in self.entries().items() if name not in _RANK_ENTRIES})
 
     def entries(self) -> dict[str, Any]:
-        """Field path → full JSON-like value, one level into ``parallel``, ``quantization`` and ``model``."""
+        """Field path → full JSON-like value, one level into each field that is a map."""
         flat: dict[str, Any] = {}
         for name, value in self.model_dump().items():
             if isinstance(value, dict):
@@ -269,6 +270,26 @@ def _architecture(config: Mapping[str, Any], where: Path) -> str:
     return names[0]
 
 
+def _layout_revision(layout: str, quantization: str, engine: EngineKey | None) -> int:
+    if engine is None:
+        if layout not in LAYOUT_REVISIONS:
+            raise InvalidOption(
+                "unknown layout",
+                expected=f"{' or '.join(LAYOUT_REVISIONS)}, or an engine's name with its key",
+                found=layout,
+            )
+        return LAYOUT_REVISIONS[layout]
+    if layout != engine.name:
+        raise InvalidOption("the layout is not that of the engine's key", expected=engine.name, found=layout)
+    if quantization != "none":
+        raise InvalidOption(
+            "layouts of engines are quantized by the engine",
+            expected=f"quantization none, and {engine.name}'s own arguments",
+            found=quantization,
+        )
+    return engine.revision
+
+
 def build_config(
     model_dir: Path,
     *,
@@ -284,20 +305,20 @@ def build_config(
     expert_placement: str = "linear",
     dtype: str = "auto",
     quantization: str = "none",
+    engine: EngineKey | None = None,
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Sizes, ranks and placement are those of `Parallel`. Raises InvalidOption for options that cannot be,
-    ModelConfigError for a bad ``config.json``.
+    Sizes, ranks and placement are those of `Parallel`; ``engine`` is the key of the engine whose name is ``layout``.
+    Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
-    if layout not in LAYOUT_REVISIONS:
-        raise InvalidOption("unknown layout", expected=" or ".join(LAYOUT_REVISIONS), found=layout)
+    revision = _layout_revision(layout, quantization, engine)
     try:
         return CacheConfig(
             architecture=_architecture(model, model_dir / "config.json"),
             layout=layout,
-            layout_revision=LAYOUT_REVISIONS[layout],
+            layout_revision=revision,
             parallel=Parallel(
                 tp_size=tp_size,
                 tp_rank=tp_rank,
@@ -312,6 +333,7 @@ def build_config(
             model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
             dtype=dtype,  # type: ignore[arg-type]  # validated by the model
             quantization=Quantization.named(quantization),
+            engine=None if engine is None else engine.entries,
         )
     except ValidationError as error:
         first = error.errors()[0]

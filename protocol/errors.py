@@ -6,9 +6,9 @@
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
-    │   ├── InsufficientMemory · WorkerDied
+    │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable
+    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
     │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
@@ -143,6 +143,13 @@ class GenerationGone(DeploymentError):
     code = "generation_gone"
 
 
+class RanksDisagree(DeploymentError):
+    """The ranks of one engine have different weights, or some have a daemon's and some have none. Nothing is computed;
+    what was attached is given back."""
+
+    code = "ranks_disagree"
+
+
 class SnapshotUnwritable(DeploymentError):
     """A snapshot cannot be written there. One that was there before is still whole."""
 
@@ -165,6 +172,14 @@ class WorkerDied(DeploymentError):
     """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
 
     code = "worker_died"
+
+
+class EngineFailed(DeploymentError):
+    """An engine, or its adapter, raised while its state was built or its key computed; its own words are in ``found``.
+
+    Nothing was published."""
+
+    code = "engine_failed"
 
 
 class ManagerUnreachable(DeploymentError):

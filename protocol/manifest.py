@@ -227,13 +227,13 @@ class Manifest:
     ) -> None:
         self.meta = meta
         self.names: Sequence[str] = names
-        self._position = {name: number for number, name in enumerate(names)}
+        self._position = dict(zip(names, range(len(names)), strict=True))
         self._dtypes = dtypes
         self._columns = columns
         self._digests = digests
         self._accounting = accounting
         self._dims, self._strides = (columns[name].tobytes() for name in _FLAT_COLUMNS)
-        self._dims_start = [0, *(8 * end for end in itertools.accumulate(columns["ndim"]))]
+        self._dims_start = [*map(operator.mul, itertools.accumulate(columns["ndim"], initial=0), itertools.repeat(8))]
         """Where each row's part of both begins, in bytes."""
         self._forms: dict[tuple[bytes, bytes, int, int], _Form] = {}
         self._geometry_columns = tuple(columns[name] for name in ("segment", "offset", "nbytes", "dtype", "alias"))
@@ -444,7 +444,7 @@ def _meta(value: object) -> ManifestMeta:
 
 
 def _strings(name: str, value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {str}:  # msgpack makes no other strings
         raise _bad(f"{name} is not a list of strings")
     return value
 

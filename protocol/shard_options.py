@@ -1,16 +1,20 @@
 """The options that say which shard of a model is meant: the same words on every command that takes them.
 
 Owns the options, what they are as keywords of ``build_config`` and of the client's ``attach``, and which ranks are
-meant where ranks may be left out. What a command does with the shards is its own.
+meant where ranks may be left out; for an engine's layout, its name and its own arguments after ``--`` too. What a
+command does with the shards is its own.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weightcached.protocol.command_line import whole_number
-from weightcached.protocol.config import LAYOUT_REVISIONS
+from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
+from weightcached.protocol.engines import EngineRequest, engine_key
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.quantization import SPELLINGS, Quantization
 from weightcached.protocol.ranks import KINDS, every_rank, ranks_of
@@ -41,6 +45,49 @@ def add_shard_arguments(arguments: Arguments) -> None:
         metavar="METHOD",
         help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
     )
+
+
+def add_engine_argument(arguments: Arguments) -> None:
+    """``--engine``, for parsers that :func:`parse_with_engine` uses."""
+    arguments.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="the layout is the engine's own: its installed adapter builds it with the engine's loader, as the\n"
+        "engine's arguments say, which stand last, after --",
+    )
+
+
+def parse_with_engine(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse what stands before the first ``--``. What stands after it are ``engine_arguments``, and ``layout`` is the
+    engine's name where there is one. Exits with usage where that cannot be meant.
+    """
+    split = argv.index("--") if "--" in argv else len(argv)
+    given = parser.parse_args(argv[:split])
+    given.engine_arguments = tuple(argv[split + 1 :])
+    if given.engine is None:
+        if given.engine_arguments:
+            parser.error("arguments after -- are an engine's: --engine NAME is expected before them")
+        return given
+    if given.engine in LAYOUT_REVISIONS:
+        parser.error(f"{given.engine} is a layout, not an engine: --layout {given.engine} is expected")
+    for option, default in (("layout", "hf"), ("quantization", "none")):
+        if getattr(given, option) != default:
+            parser.error(f"--{option} is not for layouts of engines: {given.engine} decides it, by its own arguments")
+    given.layout = given.engine
+    return given
+
+
+def shard_with_key(given: argparse.Namespace, shard: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """One of :func:`shards_of` with the key of its engine, where it has one. Imports the engine's adapter, and perhaps
+    the engine. Raises what ``engine_key`` raises.
+    """
+    if given.engine is None:
+        return dict(shard)
+    ranks = {name: shard[name] for name in Parallel.model_fields if name in shard}
+    request = EngineRequest(
+        model_dir=model_dir, parallel=Parallel(**ranks), dtype=given.dtype, arguments=given.engine_arguments
+    )
+    return {**shard, "engine": engine_key(given.engine, request)}
 
 
 def add_rank_filters(arguments: Arguments) -> None:

@@ -43,6 +43,8 @@ class Job(Message):
     snapshot: LongText | None = None
     """The directory of a snapshot to fill the segments from, instead of from the weights in ``model_dir``."""
     strategy: LoadStrategy = "auto"
+    engine_arguments: Annotated[tuple[LongText, ...], Field(strict=False)] = ()
+    """Of the engine that ``config`` names as the maker of its layout, where there is one."""
 
 
 class Planned(Message):

@@ -21,13 +21,13 @@ from typing import Any
 
 from weightcached.client.attach import attach
 from weightcached.client.engine import model
-from weightcached.client.engine.options import EngineOptions, parse
-from weightcached.client.engine.owned_daemon import OwnedDaemon
+from weightcached.client.engine.options import EngineOptions, parse, serve_command
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
 from weightcached.client.engine.service import Service
-from weightcached.client.engine.timing import Stages, process_age_s
+from weightcached.client.owned_daemon import OwnedDaemon
 from weightcached.client.stopping import Stopped, raising_stopped
+from weightcached.client.timing import Stages, process_age_s
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
@@ -41,6 +41,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.hub import resolve
+from weightcached.protocol.places import Place, host_device, runtime_directory
 
 EXIT_BY_ERROR: tuple[tuple[type[WeightCacheError], int], ...] = (
     (InvalidOption, USAGE_EXIT),
@@ -110,7 +111,7 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
         model_dir = resolve(options.model)
     if options.mode == "daemon":
         with stages.stage("daemon start"):
-            daemon = resources.enter_context(OwnedDaemon(options, model_dir))
+            daemon = resources.enter_context(OwnedDaemon(_place(options), serve_command(options, model_dir)))
             daemon.wait_bound(deadline)
     weights = None
     if options.mode != "off":
@@ -123,15 +124,15 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
         config, tokenizer = model.read_config_and_tokenizer(model_dir)
     with stages.stage("imports"):
         recipe = model.Recipe(model_dir, config, tokenizer, model.import_model_class(config))
-    if weights is None:
-        with stages.stage("weights"):
-            module = model.load_with_transformers(recipe, dtype=options.dtype)
-    else:
-        with stages.stage("module and bind"):
-            module = model.bind_to_weights(recipe, weights, dtype=options.dtype)
+    with stages.stage("weights" if weights is None else "module and bind"):
+        module = model.load(recipe, weights, dtype=options.dtype)
     service = Service(recipe, module, weights, mode=options.mode)
     stages.note("weights", _provenance(service))
     return service
+
+
+def _place(options: EngineOptions) -> Place:
+    return Place(runtime_directory(options.runtime_dir), options.name, host_device(tp_size=1, tp_rank=0))
 
 
 def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> WeightSet:

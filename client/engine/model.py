@@ -1,19 +1,17 @@
 """Owns the model in this process: configuration, tokenizer, and a module with its weights in it.
 
-The module comes from Transformers' own ``from_pretrained`` (:func:`load_with_transformers`, the ordinary way and what
-everything else is compared with), or is built without weights and bound to a :class:`WeightSet`
-(:func:`bind_to_weights`). Both give the same class with byte-identical state. Only `command.py` calls these.
+The module comes from Transformers' own ``from_pretrained``, which reads the checkpoint or is bound to a
+:class:`WeightSet` (`client/transformers`): the same class with byte-identical state. Only `command.py` calls these.
 """
 
 from __future__ import annotations
 
-import re
+from contextlib import nullcontext
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightcached.client.bind import bind, meta_parameters
+from weightcached.client.transformers.loading import binding_to
 from weightcached.protocol.errors import (
     BindError,
     CheckpointError,
@@ -21,6 +19,7 @@ from weightcached.protocol.errors import (
     ModelConfigError,
     ShapeMismatch,
     UnsupportedModel,
+    WeightCacheError,
 )
 
 if TYPE_CHECKING:
@@ -44,12 +43,6 @@ class Recipe:
     @property
     def kind(self) -> Kind:
         return "decoder" if self.model_class.can_generate() else "encoder"
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What ``config.json`` says its floating-point parameters are; ``None`` where it does not."""
-        dtype: torch.dtype | None = self.config.dtype
-        return dtype
 
 
 def import_transformers() -> None:
@@ -103,19 +96,25 @@ def import_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def load_with_transformers(recipe: Recipe, *, dtype: str) -> PreTrainedModel:
-    """``from_pretrained`` from disk, in evaluation mode. ``dtype`` is a name, or ``auto``.
+def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str) -> PreTrainedModel:
+    """``from_pretrained``, in evaluation mode: from disk, or bound to ``weights``. ``dtype`` is a name, or ``auto``.
 
-    Raises MissingTensor and ShapeMismatch where Transformers would go on with random values.
+    The module holds the mapping; ``weights`` keeps the lease and has to be kept. Raises MissingTensor and ShapeMismatch
+    where Transformers would go on with random values, BindError and UnsupportedModel where it would not map.
     """
-    try:
-        model, info = recipe.model_class.from_pretrained(
-            recipe.directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            "Transformers cannot load the checkpoint", found=_first_line(error), where=recipe.directory
-        ) from error
+    with binding_to(weights) if weights is not None else nullcontext():
+        try:
+            model, info = recipe.model_class.from_pretrained(
+                recipe.directory, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except BindError as error:
+            raise _for_this_engine(error, "give daemon and engine one --dtype") from error
+        except UnsupportedModel as error:
+            raise _for_this_engine(error, "--weight-cache-mode off serves it from disk") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                "Transformers cannot load the checkpoint", found=_first_line(error), where=recipe.directory
+            ) from error
     if info["missing_keys"]:
         raise MissingTensor(
             "the checkpoint lacks parameters", found=sorted(info["missing_keys"]), where=recipe.directory
@@ -124,57 +123,14 @@ def load_with_transformers(recipe: Recipe, *, dtype: str) -> PreTrainedModel:
         raise ShapeMismatch(
             "the checkpoint has other shapes", found=sorted(map(str, info["mismatched_keys"])), where=recipe.directory
         )
-    return model.eval()
+    return model
 
 
-def bind_to_weights(recipe: Recipe, weights: WeightSet, *, dtype: str) -> PreTrainedModel:
-    """The module built without weights, every parameter then bound to ``weights``, tied, in evaluation mode.
-
-    The module holds the mapping; ``weights`` keeps the lease and has to be kept. Raises BindError.
-    """
-    import torch
-
-    wanted = getattr(torch, dtype) if dtype != "auto" else recipe.dtype or _floating_dtype(weights)
-    with meta_parameters():
-        module = recipe.model_class._from_config(recipe.config, dtype=wanted)
-    try:
-        bind(module, weights, ignore_unexpected=_ignorable(module, weights))
-    except BindError as error:
-        raise _with_next_step(error, recipe, wanted, weights) from error
-    module.tie_weights()
-    return module.eval()
-
-
-def _floating_dtype(weights: WeightSet) -> torch.dtype:
-    """What `dtype="auto"` means where config.json is silent, as in ``from_pretrained``: what the files hold."""
-    return next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-
-
-def _ignorable(module: PreTrainedModel, weights: WeightSet) -> tuple[str, ...]:
-    """Names in ``weights``, as patterns for :func:`bind`, that ``from_pretrained`` finds and does not use either.
-
-    Older checkpoints hold buffers that are computed now; the class's patterns are regular expressions to search for.
-    """
-    patterns = set(module._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in module.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return tuple(escape(name) for name in weights if any(re.search(pattern, name) for pattern in patterns))
-
-
-def _with_next_step(error: BindError, recipe: Recipe, wanted: torch.dtype, weights: WeightSet) -> BindError:
-    """The same error with what an operator of this engine can do about its two common causes."""
-    held = _floating_dtype(weights)
-    if held != wanted:
-        advice = f"config.json says {wanted}, the weights are {held}: give daemon and engine one --dtype"
-    else:
-        advice = (
-            "this engine needs a model whose parameters are called in Transformers what the checkpoint calls them "
-            f"({recipe.model_class.__name__}); --weight-cache-mode off serves it from disk"
-        )
-    return BindError(error.message, expected=error.expected, found=error.found, where=error.where, next_step=advice)
+def _for_this_engine(error: WeightCacheError, next_step: str) -> WeightCacheError:
+    """The same error with what an operator of this engine can do about it."""
+    return type(error)(
+        error.message, expected=error.expected, found=error.found, where=error.where, next_step=next_step
+    )
 
 
 def state_of(module: Any) -> dict[str, torch.Tensor]:

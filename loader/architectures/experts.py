@@ -22,7 +22,11 @@ from weightcached.protocol.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated experts with a tensor for each projection of each: ``source.<expert>.<gate, up or down>.weight``."""
+    """Gated experts with a tensor for each projection of each: ``source.<expert>.<gate, up or down>.weight``.
+
+    Or, where the files have them so, with two for all: ``source.gate_up_proj`` ``[experts, 2 × intermediate, hidden]``,
+    gate above up, and ``source.down_proj`` ``[experts, hidden, intermediate]``.
+    """
 
     name: str
     source: str
@@ -31,6 +35,9 @@ class Experts:
     down: str = "down_proj"
 
     def wanted(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        return self._of_stacks(model, rank) if model.has_stacks else self._of_each(model, rank)
+
+    def _of_each(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
         count, hidden, inner = model.size("experts"), model.size("hidden"), model.size("expert_intermediate")
         here, share, start = rank.experts(count), *_inner_share(inner, rank)
         rows, columns = Box((start, 0), (share, hidden)), Box((0, start), (hidden, share))
@@ -59,6 +66,33 @@ class Experts:
             linear=True,
             elsewhere=tuple(f"{at}.{self.down}.weight" for at in others),
         )
+
+    def _of_stacks(self, model: ModelShape, rank: Rank) -> Iterator[Wanted]:
+        count, hidden, inner = model.size("experts"), model.size("hidden"), model.size("expert_intermediate")
+        here, share, start = rank.experts(count), *_inner_share(inner, rank)
+        gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
+        w13 = [
+            Part(
+                f"{self.source}.gate_up_proj",
+                gate_up,
+                Box((expert, half * inner + start, 0), (experts, share, hidden)),
+                Box((local, half * share, 0), (experts, share, hidden)),
+            )
+            for expert, local, experts in _runs(here)
+            for half in range(2)
+        ]
+        w2 = [
+            Part(
+                f"{self.source}.down_proj",
+                down,
+                Box((expert, 0, start), (experts, hidden, share)),
+                Box((local, 0, 0), (experts, hidden, share)),
+            )
+            for expert, local, experts in _runs(here)
+        ]
+        column, row = _kind("column", rank), _kind("row", rank)
+        yield Wanted(f"{self.name}.w13_weight", (len(here), 2 * share, hidden), column, tuple(w13), linear=True)
+        yield Wanted(f"{self.name}.w2_weight", (len(here), hidden, share), row, tuple(w2), linear=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,13 @@ from weightcached.loader.architectures.rows import Replicated
 from weightcached.loader.architectures.shape import named
 from weightcached.loader.architectures.table import Architecture
 
+IN_STACKS = {
+    ".block_sparse_moe.gate.weight": ".mlp.gate.weight",
+    ".block_sparse_moe.experts.gate_up_proj": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.experts.down_proj": ".mlp.experts.down_proj",
+}
+"""How Transformers 5 calls them in memory, and in files where it is told to save what it has."""
+
 MIXTRAL = Architecture(
     names=("MixtralForCausalLM",),
     rows=decoder(
@@ -29,5 +36,6 @@ MIXTRAL = Architecture(
         "experts": named("num_local_experts", "num_experts"),
         "expert_intermediate": named("intermediate_size"),
     },
+    spellings=(IN_STACKS, {}),
     ends_on_all_stages=True,
 )

@@ -35,10 +35,14 @@ class Part:
     """The last two axes of the box are swapped first."""
     same_as: tuple[Shape, ...] = ()
     """Other shapes that the file may give it: the same elements in C order."""
+    layers: int = 1
+    """How many layers, fused side by side in the file as here, the box has rows of."""
 
     def under(self, prefix: str) -> Part:
         """The same of a tensor under ``prefix``. Spelt out, every field: ``replace`` takes three times as long."""
-        return Part(prefix + self.source, self.shape, self.box, self.destination, self.transposed, self.same_as)
+        return Part(
+            prefix + self.source, self.shape, self.box, self.destination, self.transposed, self.same_as, self.layers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +256,8 @@ class RowRange:
     total: int
     start: int
     count: int
+    layers: int = 1
+    """How many layers' rows these are."""
 
 
 def stacked(
@@ -270,7 +276,8 @@ def stacked(
     weights, biases, filled = [], [], 0
     for rows in _joined(_in_their_sources(list(ranges))):
         kept, place = Box((rows.start, 0), (rows.count, inputs)), Box((filled, 0), (rows.count, inputs))
-        weights.append(_weight(f"{rows.source}.weight", (rows.total, inputs), kept, place, transposed=transposed))
+        weight = _weight(f"{rows.source}.weight", (rows.total, inputs), kept, place, transposed=transposed)
+        weights.append(replace(weight, layers=rows.layers) if rows.layers > 1 else weight)
         biases.append(
             Part(f"{rows.source}.bias", (rows.total,), Box((rows.start,), (rows.count,)), Box((filled,), (rows.count,)))
         )
@@ -303,7 +310,7 @@ def _joined(ranges: Iterable[RowRange]) -> Iterator[RowRange]:
     last = None
     for rows in ranges:
         if last is not None and (last.source, last.start + last.count) == (rows.source, rows.start):
-            last = replace(last, count=last.count + rows.count)
+            last = replace(last, count=last.count + rows.count, layers=last.layers + rows.layers)
             continue
         if last is not None:
             yield last

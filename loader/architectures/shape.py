@@ -47,6 +47,8 @@ class ModelShape:
     rules: Mapping[Size, SizeRule] = field(default_factory=lambda: SIZES)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What Transformers takes for an absent key."""
+    has_stacks: bool = False
+    """The files have each layer's experts in one tensor, as Transformers 5 has them in memory and may save them."""
 
     def size(self, name: Size) -> int:
         """Raises ModelConfigError for a size that ``config.json`` does not give."""

@@ -78,6 +78,8 @@ class Architecture:
     them there. The first of which all occur counts; the last, if there is none."""
     spelling: Mapping[str, str] = field(default_factory=dict)
     """The one that counts."""
+    has_stacks: bool = False
+    """Whether the files have each layer's experts in one tensor."""
     ends_on_all_stages: bool = False
     """vLLM builds the embedding, the last norm and the head of this family on every stage, and wants them there."""
 
@@ -86,7 +88,7 @@ class Architecture:
         inner = config.get(self.nested, {}) if self.nested is not None else {}
         if not isinstance(inner, Mapping):
             raise ModelConfigError(f"config.json's {self.nested} is unusable", expected="an object", found=shown(inner))
-        return ModelShape({**config, **inner}, {**SIZES, **self.sizes}, self.defaults)
+        return ModelShape({**config, **inner}, {**SIZES, **self.sizes}, self.defaults, self.has_stacks)
 
     def spelled_in(self, names: Collection[str]) -> Architecture:
         """The same table for a checkpoint of these tensors. Below, what is said of tensors is in their spelling."""
@@ -98,7 +100,9 @@ class Architecture:
                 any(name.startswith(text) for name in names) for text in beginnings
             )
 
-        return replace(self, spelling=next(filter(occurs, self.spellings), self.spellings[-1]))
+        spelling = next(filter(occurs, self.spellings), self.spellings[-1])
+        has_stacks = "experts" in self.sizes and any(name.endswith(".experts.gate_up_proj") for name in names)
+        return replace(self, spelling=spelling, has_stacks=has_stacks)
 
     def on_disk(self, name: str) -> str:
         """The files' spelling of a name of the rows'."""

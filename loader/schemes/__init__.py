@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from weightcached.loader.architectures.rows import Wanted
+from weightcached.loader.schemes import kv_cache
 from weightcached.loader.schemes.awq import Awq
 from weightcached.loader.schemes.compressed_tensors import CompressedTensors
 from weightcached.loader.schemes.fp8 import Fp8
@@ -70,17 +71,24 @@ def quantized(wanted: Iterable[Wanted], method: Method, present: Collection[str]
                 expected="a checkpoint that is not quantized",
                 found=shown(scheme),
             )
+        if layer.is_stack_on_disk and not isinstance(scheme, Mxfp4):
+            raise UnsupportedModel(
+                f"{layer.modules[0]} has all experts in one tensor, and how quantized ones lie in it is not known",
+                expected="a tensor for each projection of each expert, or a checkpoint that is not quantized",
+                next_step="save the model with a tensor for each expert (Transformers: save_original_format=True)",
+            )
         made = scheme.quantized(layer)
         parameters.extend(made.parameters)
         excuses.update(made.excuses)
     if method.kv_scale is not None:
-        attentions = {
-            part.source.rsplit(".", 2)[0]: one.name.rsplit(".", 2)[0] for one in parameters for part in one.parts
-        }
-        spoken_for = {part.source for one in parameters for part in one.parts}
-        left = [name for name in present if name not in spoken_for]
-        parameters.extend(kv_scales(left, attentions, method.kv_scale))
-        excuses.update(zero_points(left, attentions))
+        candidates = {name for name in present if name.endswith(kv_cache.ENDINGS)}
+        left = candidates.difference(part.source for one in parameters for part in one.parts)
+        if left:
+            attentions = {
+                part.source.rsplit(".", 2)[0]: one.name.rsplit(".", 2)[0] for one in parameters for part in one.parts
+            }
+            parameters.extend(kv_scales(left, attentions, method.kv_scale))
+            excuses.update(zero_points(left, attentions))
     return Quantized(tuple(parameters), excuses)
 
 

@@ -31,6 +31,9 @@ _SPELLINGS = tuple(
     )
 )
 
+ENDINGS = ("scale", "_zero_point")
+"""Of every such name: what has another ending need not be looked at."""
+
 _ZERO_POINT = re.compile(r"(?P<attention>.+?)(?:\.attn)?\.[qkv]_zero_point")
 
 

@@ -77,6 +77,11 @@ class Linear:
         return len(self.weight.shape) > 2
 
     @property
+    def is_stack_on_disk(self) -> bool:
+        """Whether these are experts that the file has in one tensor."""
+        return len(self.weight.parts[0].shape) > 2
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The checkpoint's name of each part's module."""
         return tuple(part.source.removesuffix(WEIGHT) for part in self.weight.parts)
@@ -95,25 +100,35 @@ class Linear:
 
         ``ending``: how its name in the file goes on after the module's, where that is not the same.
         """
+        if (suffix, rows, columns, inputs_first, ending) == ("weight", EACH, EACH, False, None):
+            return self._wanted(suffix, self.weight.shape, self.weight.parts, dtype)
         stack, shape, parts = self.weight.shape[:-2], self.weight.shape, []
         for module, part in zip(self.modules, self.weight.parts, strict=True):
             name = f"{module}.{suffix}" if ending is None else f"{module}{ending}"
             try:
                 made = cut(Matrix.of(self.weight, part), rows, columns, inputs_first)
             except Misaligned as fault:
-                raise _misaligned(part.source, name, fault) from None
+                raise _misaligned(part.source, name, fault, is_of_experts=bool(stack)) from None
             shape = (*stack, *made.shape)
             parts.append(made.stacked(name, part) if stack else Part(name, made.whole, made.box, made.destination))
         return self._wanted(suffix, shape, parts, dtype)
 
     def slots(self, suffix: str, *, dtype: str) -> Wanted:
-        """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it."""
+        """The tensor ``suffix``, a scalar of each part, side by side; experts of one part each have no axis for it.
+
+        A scalar of parts that are fused in the file is each one's.
+        """
         stack = self.weight.shape[:-2]
-        each = len(self.weight.parts) // math.prod(stack)
+        layers = [
+            (module, part)
+            for module, part in zip(self.modules, self.weight.parts, strict=True)
+            for _ in range(part.layers)
+        ]
+        each = len(layers) // math.prod(stack)
         axis = () if stack and each == 1 else (each,)
         parts = [
             _scalar(f"{module}.{suffix}", (*part.destination.start[:-2], *((place % each,) if axis else ())))
-            for place, (module, part) in enumerate(zip(self.modules, self.weight.parts, strict=True))
+            for place, (module, part) in enumerate(layers)
         ]
         return self._wanted(suffix, (*stack, *axis), parts, dtype)
 
@@ -165,12 +180,13 @@ def _scalar(source: str, place: Shape) -> Part:
     return Part(source, (1,), whole((1,)), Box(place, (1,) * len(place)), same_as=((),))
 
 
-def _misaligned(weight: str, tensor: str, fault: Misaligned) -> UnsupportedModel:
+def _misaligned(weight: str, tensor: str, fault: Misaligned, *, is_of_experts: bool) -> UnsupportedModel:
     source, axis = fault.source, fault.axis
+    whole = " or whole experts on each rank (--ep-size)," if is_of_experts else ""
     return UnsupportedModel(
         f"this rank's share of {weight} does not align with {tensor}: {fault}",
         expected=f"shares that are whole {axis.unit}s of {axis.per}",
         found=f"elements {source.start} to {source.start + source.count} of the checkpoint's {source.total}, "
         f"from {fault.target.start} on in the fused layer",
-        next_step="use a smaller TP size, or a checkpoint that is not quantized",
+        next_step=f"use a smaller TP size,{whole} or a checkpoint that is not quantized",
     )

@@ -27,6 +27,7 @@ _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
+_MADV_POPULATE_READ = 22
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 LARGE_PAGE_NBYTES = 2 << 20
@@ -134,6 +135,15 @@ class Mapping:
         if _libc.madvise(self.address, max(self.nbytes, 1), mmap.MADV_DONTNEED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+    def populate(self) -> None:
+        """Have the kernel enter every page into this process's page table, as reading each would. Blocks."""
+        if not self.nbytes or _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_READ) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # that is Linux before 5.14, which does not know the advice
+            raise TransferError("cannot enter a segment's pages into the page table", found=os.strerror(number))
+        bytes(self.view()[:: mmap.PAGESIZE])
 
     def view(self) -> memoryview:
         """The mapped bytes; keeps the mapping alive. Writable: of a read-only mapping, a write kills the process."""

@@ -1,6 +1,6 @@
 """Large pages for a segment that is about to be filled: 2 MiB instead of 4 KiB, where the kernel has them to give.
 
-Owns making them, stretch by stretch ahead of whoever writes, giving up where that does not pay, and lending their
+Owns making them, stretch by stretch before whoever writes there, giving up where that does not pay, and lending their
 memory to be written in place. Used by the loader on a segment that is not sealed yet. Never fails and changes no byte:
 what stays small is slower, not wrong.
 
@@ -25,9 +25,6 @@ from weightcached.protocol.memory import host
 STRETCH_NBYTES = 16 * host.LARGE_PAGE_NBYTES
 """Made by one call: each call waits until every processor has emptied its list of new pages."""
 
-AHEAD_NBYTES = 2 * STRETCH_NBYTES
-"""How far pages are made ahead of writing: enough that no writer comes to a stretch that is being made."""
-
 SLOW_STRETCH_S = 0.04
 """Of this thread's own processor time. More, and the kernel has to move memory around for each page, or a virtual
 machine's host has to find it first."""
@@ -50,10 +47,13 @@ class LargePages:
         nbytes = min(nbytes, os.fstat(segment).st_size)
         self._nbytes = nbytes
         self._end = nbytes // host.LARGE_PAGE_NBYTES * host.LARGE_PAGE_NBYTES
-        self._lock = threading.Lock()
-        self._frontier = 0
-        self._made = bytearray(-(-self._end // STRETCH_NBYTES))
-        """One byte for each stretch: whether it is made."""
+        self._changed = threading.Condition()
+        self._begun = bytearray(-(-self._end // STRETCH_NBYTES))
+        """One byte for each stretch: whether somebody has taken it upon himself to make it."""
+        self._ended = bytearray(len(self._begun))
+        """Whether he is through."""
+        self._made = bytearray(len(self._begun))
+        """Whether it is made."""
         self._slow_in_a_row = 0
         self.made_nbytes = 0
         self.gave_up: str | None = None if self._end else "the segment is smaller than one"
@@ -67,26 +67,36 @@ class LargePages:
             except TransferError as error:
                 self.gave_up = f"the segment cannot be mapped: {error.found}"
 
-    def advance(self, written: int) -> None:
-        """Make the next stretch unless pages reach far enough beyond byte ``written``. Blocks for a millisecond or two.
+    def prepare(self, start: int, stop: int) -> None:
+        """Bytes ``start .. stop`` will be written: make what is missing there, and wait for what others are making.
 
-        Called by each thread that fills the segment, before it takes its next piece.
+        Blocks for some milliseconds a stretch. Called by each thread that fills the segment, before it does.
         """
-        with self._lock:
-            start = self._frontier
-            if self.gave_up is not None or start >= self._end or start >= written + AHEAD_NBYTES:
-                return
-            stop = self._frontier = min(start + STRETCH_NBYTES, self._end)
+        numbers = range(start // STRETCH_NBYTES, min(-(-stop // STRETCH_NBYTES), len(self._begun)))
+        for number in numbers:
+            with self._changed:
+                if self._begun[number] or self.gave_up is not None:
+                    continue
+                self._begun[number] = True
+            self._make_stretch(number)
+        with self._changed:
+            self._changed.wait_for(lambda: all(self._ended[number] >= self._begun[number] for number in numbers))
+
+    def _make_stretch(self, number: int) -> None:
+        start = number * STRETCH_NBYTES
+        stop = min(start + STRETCH_NBYTES, self._end)
         began_s = time.thread_time()
         trouble = self._make(start, stop)
         seconds = time.thread_time() - began_s
-        with self._lock:
+        with self._changed:
             if trouble is None:
                 self.made_nbytes += stop - start
-                self._made[start // STRETCH_NBYTES] = True
+                self._made[number] = True
             self._slow_in_a_row = self._slow_in_a_row + 1 if trouble or seconds > SLOW_STRETCH_S else 0
             if self._slow_in_a_row >= SLOW_IN_A_ROW_MAX:
                 self.gave_up = trouble or f"the kernel takes {seconds * 1e3:.0f} ms for {(stop - start) >> 20} MiB"
+            self._ended[number] = True
+            self._changed.notify_all()
 
     def _make(self, start: int, stop: int) -> str | None:
         """Returns what was in the way, if anything was."""
@@ -115,7 +125,7 @@ class LargePages:
         return self._memory[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Unmap. No thread may be in :meth:`advance`, and nothing that :meth:`memory` gave may be used again."""
+        """Unmap. No thread may be in :meth:`prepare`, and nothing that :meth:`memory` gave may be used again."""
         self._memory = None
         if self._mapping is not None:
             self._mapping.close()

@@ -271,3 +271,41 @@ def test_meta_parameters_ends_with_an_error_too() -> None:
     with pytest.raises(RuntimeError), meta_parameters():
         raise RuntimeError
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_parameter_with_memory_stays_the_object_that_it_is_and_gives_its_memory_up(weights: Weights) -> None:
+    """Engines hang attributes on their parameters, and hold them in more places than their module's table."""
+
+    class OfAnEngine(nn.Parameter):
+        weight_loader = "the class's"
+
+    module, held = Block().eval(), weights(block_tensors())
+    module.inner.weight = OfAnEngine(torch.empty(4, 4))
+    module.inner.weight.weight_loader = "the parameter's own"
+    before = dict(module.named_parameters(remove_duplicate=False))
+    bind(module, held)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert all(after[name] is before[name] for name in before)
+    assert type(after["inner.weight"]) is OfAnEngine
+    assert after["inner.weight"].weight_loader == "the parameter's own"
+    assert all(after[name].data_ptr() == held[name].data_ptr() for name in held if name in after)
+    assert after["head.weight"].data_ptr() == held["embed.weight"].data_ptr()
+    assert not any(parameter.requires_grad for parameter in after.values())
+
+
+def test_only_what_may_be_missing_keeps_the_values_it_was_built_with(weights: Weights) -> None:
+    module, held = Block().eval(), weights(block_tensors())
+    module.inner.scale = nn.Parameter(torch.tensor(-1.0))
+    module.inner.other = nn.Parameter(torch.tensor(-2.0))
+    assert "inner.other: missing from the weights" in misfit(module, held, keep_missing={"inner.scale"})
+    report = bind(module, held, keep_missing={"inner.scale", "inner.other", "inner.weight"})
+    assert report.kept == ("inner.scale", "inner.other")
+    assert module.inner.scale.item() == -1.0
+    assert module.inner.weight.data_ptr() == held["inner.weight"].data_ptr()
+
+
+def test_a_parameter_on_the_meta_device_has_no_values_to_keep(weights: Weights) -> None:
+    module, held = built(), weights(block_tensors())
+    with meta_parameters():
+        module.inner.scale = nn.Parameter(torch.tensor(-1.0))
+    assert "inner.scale: missing from the weights" in misfit(module, held, keep_missing={"inner.scale"})

@@ -13,7 +13,7 @@ from tests.support.daemons import daemon
 from weightcached.client import attach
 from weightcached.client.verify import against_disk, against_manifest
 from weightcached.client.verify_command import main
-from weightcached.loader import reference
+from weightcached.loader.reference import reference
 from weightcached.protocol.config import build_config
 from weightcached.protocol.places import Place
 

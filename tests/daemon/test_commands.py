@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.support import expert_models
 from tests.support.daemons import TIMEOUT_S, Log, arguments_for, scripted_daemon
-from tests.support.expert_shards import Spot, shard
+from tests.support.spots import Spot
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
+from weightcached.client.verify import against_disk
 from weightcached.daemon.cli import COMMANDS
 from weightcached.daemon.text import binary_size, duration, one_line, table
+from weightcached.protocol.config import build_config
 from weightcached.protocol.places import Place
 
 
@@ -270,18 +270,15 @@ class TestUp:
         assert status_json(runtime_dir) == (3, [])
 
     def test_stages_and_expert_ranks_are_daemons_of_their_own(self, tmp_path: Path, runtime_dir: Path) -> None:
-        config = expert_models.config_of("mixtral")
-        model = expert_models.write(tmp_path / "experts", config)
-        tensors = load_file(model / "model.safetensors")
+        model = expert_models.write(tmp_path / "experts", expert_models.config_of("mixtral"))
         sizes = ["--pp-size", "2", "--ep-size", "2"]
         with self.started(model, runtime_dir, *sizes, tp_size=1) as (process, _):
             assert run("wait", "--runtime-dir", runtime_dir, "--timeout", 60, *sizes).returncode == 0
             for stage, rank in itertools.product(range(2), range(2)):
                 spot = Spot(pp=2, pp_rank=stage, ep=2, ep_rank=rank)
                 with attach(model, mode="require", layout="fused", runtime_dir=runtime_dir, **spot.options) as weights:
-                    expected = shard(tensors, config, spot)
-                    assert set(weights) == set(expected)
-                    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+                    mine = build_config(model, layout="fused", **spot.options)
+                    assert {one.verdict for one in against_disk(weights, model, mine)} == {"equal"}
             assert len({one["version"] for one in status_json(runtime_dir)[1]}) == 1
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0

@@ -85,21 +85,25 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 def test_every_marked_block_is_run_by_a_test() -> None:
     assert blocks().keys() == {
-        *("serve", "attach.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
+        *("serve", "attach.py", "model.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
         *("several", "draft.py"),
     }
 
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_serve_attach_and_engine(shell: Shell) -> None:
-    (shell.directory / "attach.py").write_text(blocks()["attach.py"][1])
-    (shell.directory / "nearest.py").write_text(blocks()["nearest.py"][1])
-    own = 'python attach.py "$MODEL"\npython -X importtime nearest.py "$MODEL" 7 2> imported'
-    output = shell.run(commands("serve"), then=f"{own}\n{commands('engine')}")
+    for file in ("attach.py", "model.py", "nearest.py"):
+        (shell.directory / file).write_text(blocks()[file][1])
+    programs = 'python attach.py "$MODEL"\npython model.py "$MODEL"'
+    programs += '\npython -X importtime nearest.py "$MODEL" 7 2> imported'
+    output = shell.run(commands("serve"), then=f"{programs}\n{commands('engine')}")
     assert re.search(r"^default/host-tp0of1 +ready", output, re.M)
     assert re.search(r"^\d+ tensors, \d+ bytes from daemon, version (digest|receipts):[0-9a-f]{64}$", output, re.M)
     assert re.search(r"^\d+ parameters, \d{6,} bytes of them shared$", output, re.M)
-    assert "tensor([[" in output
+    assert re.search(r"^\w+ForCausalLM of version (digest|receipts):[0-9a-f]{64}$", output, re.M)
+    predictions = re.findall(r"^tensor\(\[\[.*\]\]\)$", output, re.M)
+    assert len(predictions) == 2, output
+    assert predictions[0] == predictions[1]
     assert re.search(r"^bfloat16\[\d+, \d+\]: nearest to token 7 are \[7, \d+, \d+\]$", output, re.M)
     assert not re.search(r"\btorch$", (shell.directory / "imported").read_text(), re.M)
     answers = re.findall(r"^(.+)\n\nstage ", output, re.M)

@@ -33,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
     same = True
     with tempfile.TemporaryDirectory() as folder, engine.running() as vllm:
         for case in [known[name] for name in given.names or known]:
+            if case.why_not_here is not None:
+                print(f"{case.name}: not compared: {case.why_not_here}", flush=True)
+                continue
             model = checkpoints.write(case, Path(folder, case.name))
             for rank in case.ranks():
                 if given.tp_size is None or rank.tp_size in given.tp_size:

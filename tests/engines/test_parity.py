@@ -8,12 +8,21 @@ from tests.engines import checkpoints
 from tests.engines.cases import CASES, Rank
 from tests.engines.cases.case import Case
 from tests.engines.cases.dense import LLAMA, SIX_HEADS
-from tests.engines.compare import loaded, served
+from tests.engines.compare import loaded, served, unlike_the_reference
 from tests.engines.engine import EngineError
 from tests.engines.held import differences
 from weightcached.protocol.errors import WeightCacheError
 
-EVERY_RANK = [pytest.param(case, rank, id=f"{case.name}-{rank}") for case in CASES for rank in case.ranks()]
+
+def _here(case: Case) -> list[pytest.MarkDecorator]:
+    """Skipped only for what the processor lacks, with the reason."""
+    return [pytest.mark.skipif(case.why_not_here is not None, reason=str(case.why_not_here))]
+
+
+EVERY_CASE = [pytest.param(case, id=case.name, marks=_here(case)) for case in CASES]
+EVERY_RANK = [
+    pytest.param(case, rank, id=f"{case.name}-{rank}", marks=_here(case)) for case in CASES for rank in case.ranks()
+]
 
 
 @pytest.mark.timeout(300)  # the first starts the engine
@@ -21,10 +30,11 @@ EVERY_RANK = [pytest.param(case, rank, id=f"{case.name}-{rank}") for case in CAS
 def test_our_loader_makes_what_the_engine_s_makes(vllm, checkpoint, case, rank):
     model = checkpoint(case)
     assert differences(vllm.held(model, case, rank), loaded(model, case, rank)) == []
+    assert unlike_the_reference(model, case, rank) == []
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_a_daemon_gives_an_engine_what_its_own_loader_would(vllm, checkpoint, tmp_path, case):
     """At the last rank: where a mistaken rank, group or padding shows most."""
     model, rank = checkpoint(case), list(case.ranks())[-1]

@@ -1,8 +1,11 @@
 """The ways in which a file's bytes come into buffers: the same bytes by each, and what each is there for."""
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +13,17 @@ import pytest
 from tests.support.checkpoints import tiny_llama
 from tests.support.distant_files import far_away
 from tests.support.execution import resident, segment_of
+from tests.support.resources import open_fds
 from weightcached.loader import pipeline
 from weightcached.loader.access import DIRECT_NBYTES, Buffered, Direct, Mapped, look
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.execute import execute
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeploymentError
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.worker_messages import LoadStrategy
 
-WAYS = (Buffered, Direct, Mapped)
+WAYS = (Buffered, Direct, Mapped, partial(Buffered, apart=True))
 VALUES = np.random.default_rng(7).integers(0, 256, 2 * DIRECT_NBYTES + 12345, np.uint8).tobytes()
 
 
@@ -35,7 +40,7 @@ def files(tmp_path: Path) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, DIRECT_NBYTES - 7])
 @pytest.mark.parametrize("sizes", [(1,), (3, 4096, 5), (DIRECT_NBYTES + 4097,), (100, DIRECT_NBYTES, 9)])
 def test_buffers_are_filled_one_after_the_other(
-    way: type, offset: int, sizes: tuple[int, ...], files: dict[str, int]
+    way: Callable[..., Any], offset: int, sizes: tuple[int, ...], files: dict[str, int]
 ) -> None:
     buffers = [memoryview(bytearray(size)) for size in sizes]
     way(files).fill("file", buffers, offset)
@@ -44,7 +49,9 @@ def test_buffers_are_filled_one_after_the_other(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("there", [0, 1, 5000])
-def test_the_end_of_the_file_is_told_with_what_was_there(way: type, there: int, files: dict[str, int]) -> None:
+def test_the_end_of_the_file_is_told_with_what_was_there(
+    way: Callable[..., Any], there: int, files: dict[str, int]
+) -> None:
     with pytest.raises(EOFError) as caught:
         way(files).fill("file", [memoryview(bytearray(there + 1))], len(VALUES) - there)
     assert caught.value.args == (there,)
@@ -61,6 +68,51 @@ def test_what_is_read_past_the_page_cache_is_not_in_it(files: dict[str, int]) ->
     assert look(files)["file"].cached_share == 0
     Buffered(files).fill("file", [memoryview(bytearray(len(VALUES)))], 0)
     assert look(files)["file"].cached_share == 1
+
+
+def test_threads_apart_have_a_descriptor_each_for_as_long_as_files_are_read(tmp_path: Path) -> None:
+    """Or the kernel would take their reads for those of one that jumps about, and read nothing ahead."""
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.write_bytes(VALUES)
+    with OwnedFds([os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]) as fds:
+        before = open_fds()
+        access = Buffered({"one": fds[0], "two": fds[1]}, apart=True)
+        barrier = threading.Barrier(3)
+
+        def read() -> None:
+            for file in ("one", "two", "one"):
+                access.begin(file, 5, 1000)
+                buffer = bytearray(1000)
+                access.fill(file, [memoryview(buffer)], 5)
+                assert buffer == VALUES[5:1005]
+            barrier.wait()
+            barrier.wait()
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        assert len(open_fds()) == len(before) + 2
+        barrier.wait()
+        for thread in threads:
+            thread.join()
+        access.close()
+        assert open_fds() == before
+
+
+def test_only_what_is_cached_is_looked_at_in_a_mapping_and_only_where_that_is_allowed(files: dict[str, int]) -> None:
+    Buffered(files).fill("file", [memoryview(bytearray(len(VALUES)))], 0)
+    assert Buffered(files).view("file", 0, 10) is None
+    access = Buffered(files, mapped=True)
+    view = access.view("file", 3, 5000)
+    assert view is not None
+    assert view == VALUES[3:5003]
+    assert access.view("file", len(VALUES) - 1, 2) is None
+    os.fsync(files["file"])
+    os.posix_fadvise(files["file"], 0, 0, os.POSIX_FADV_DONTNEED)
+    if not look(files)["file"].cached_share:
+        assert Buffered(files, mapped=True).view("file", 3, 5000) is None
 
 
 def test_a_file_that_cannot_be_read_past_the_page_cache_is_named() -> None:

@@ -246,6 +246,21 @@ def test_what_is_not_finite_shows_in_its_scale(name, bad):
     assert not torch.isfinite(scale[-1, -1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [arithmetic.fp8_channel, arithmetic.int8_channel])
+def test_scales_are_the_same_whichever_dtype_the_largest_is_looked_for_in(function, dtype):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 33, generator=generator).to(dtype)
+    x[0], x[1], x[2], x[3] = x[0].abs(), -x[1].abs(), 0.0, -0.0
+    x[4, 7], x[5, 8], x[6, 9], x[7, 9] = np.nan, -np.nan, np.inf, -np.inf
+    into = torch.empty(x.shape, dtype=torch.float8_e4m3fn if function is arithmetic.fp8_channel else torch.int8)
+    (wanted,) = function(x.float(), into.clone())
+    (scale,) = function(x.float(), into, x)
+    assert torch.equal(scale.isfinite(), wanted.isfinite())
+    assert torch.equal(scale[wanted.isfinite()], wanted[wanted.isfinite()])
+    assert (~wanted.isfinite()).sum() == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_largest_is_found_in_any_floating_point(dtype):
     x = torch.linspace(-3, 2, 101, dtype=torch.float64).to(dtype)

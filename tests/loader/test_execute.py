@@ -70,9 +70,10 @@ def test_layout_hf_is_the_file_itself(tmp_path, case):
     slab_nbytes=st.integers(1, 3000),
     threads=st.integers(1, 4),
     dtype=st.sampled_from(["auto", "float32", "float16"]),
+    expendable=st.booleans(),
     data=st.data(),
 )
-def test_slabs_threads_and_casts_change_nothing(tmp_path, size, slab_nbytes, threads, dtype, data):
+def test_slabs_threads_casts_and_mappings_change_nothing(tmp_path, size, slab_nbytes, threads, dtype, expendable, data):
     code = data.draw(st.sampled_from(["BF16", "F32"]))
     directory = tiny_llama(tmp_path / code, code=code, vocab_size=70, tie_word_embeddings=True)
     config = build_config(
@@ -81,7 +82,14 @@ def test_slabs_threads_and_casts_change_nothing(tmp_path, size, slab_nbytes, thr
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
         with segment_of(prepared.placement.segment_nbytes) as segment:
-            executed = execute(prepared.placement, checkpoint.files, segment, threads=threads, slab_nbytes=slab_nbytes)
+            executed = execute(
+                prepared.placement,
+                checkpoint.files,
+                segment,
+                threads=threads,
+                slab_nbytes=slab_nbytes,
+                expendable=expendable,
+            )
             got = resident(segment, prepared.placement)
     wanted = naive.execute(prepared.plan, directory)
     assert got == {name: array.tobytes() for name, array in wanted.items()}
@@ -102,7 +110,6 @@ def test_a_segment_of_large_pages_or_of_some_holds_the_same(tmp_path, monkeypatc
     """Slabs are read right into large pages, through a buffer into small ones, and the two may meet in a parameter."""
     monkeypatch.setattr(large_pages, "SLOW_STRETCH_S", 0.0 if give_up else 60.0)
     monkeypatch.setattr(large_pages, "STRETCH_NBYTES", host.LARGE_PAGE_NBYTES)
-    monkeypatch.setattr(large_pages, "AHEAD_NBYTES", 2 * host.LARGE_PAGE_NBYTES)
     caplog.set_level("INFO")
     directory = tiny_llama(tmp_path / "model", hidden_size=512, intermediate_size=1030, vocab_size=9000, head_dim=128)
     outcome = load(directory, **options)
@@ -112,7 +119,7 @@ def test_a_segment_of_large_pages_or_of_some_holds_the_same(tmp_path, monkeypatc
         pytest.skip(f"this kernel makes no large pages here: {caplog.messages[-1]}")
 
 
-def assembled(directory, tensors, parameters):
+def assembled(directory, tensors, parameters, **options):
     """Execute hand-made parameters over ``tensors``; (executed, name → bytes, name → what numpy makes of them)."""
     write_checkpoint(directory, {"architectures": ["Any"]}, {"model.safetensors": tensors})
     with open_checkpoint(directory) as checkpoint:
@@ -121,7 +128,7 @@ def assembled(directory, tensors, parameters):
         plan = LoadPlan(config, made, account(expected=(), present=(), ignored={}))
         placement = place(plan)
         with segment_of(placement.segment_nbytes) as segment:
-            executed = execute(placement, checkpoint.files, segment)
+            executed = execute(placement, checkpoint.files, segment, **options)
             return executed, resident(segment, placement), naive.execute(plan, directory)
 
 
@@ -143,6 +150,22 @@ def test_small_pieces_are_read_with_their_gaps_and_large_ones_alone(tmp_path, co
         assert executed.traffic["row"].read == kept
     else:
         assert 3.9 * kept < executed.traffic["row"].read < 4 * kept
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_of_cached_files_only_the_wanted_pieces_are_touched_where_mappings_may_be_used(tmp_path, transposed):
+    rows, columns = 700, 64
+    tensors = {"t": raw_tensor("t", (rows, 4 * columns))}
+
+    def rank_2_of_4(headers):
+        source = Box((0, 2 * columns), (rows, columns))
+        shape = (columns, rows) if transposed else (rows, columns)
+        copies = (Copy(headers["t"], source, whole(shape), transposed),)
+        yield PlannedParameter("p", shape, "bfloat16", "bfloat16", copies, part_kind="row")
+
+    executed, got, wanted = assembled(tmp_path, tensors, rank_2_of_4, expendable=True)
+    assert got["p"] == wanted["p"].tobytes()
+    assert executed.traffic["row"].read == executed.traffic["row"].kept == rows * columns * 2
 
 
 def test_parts_beside_each_other_and_padding_among_them(tmp_path):

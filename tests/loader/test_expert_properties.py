@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import expert_models, naive
-from tests.support.expert_shards import Spot
 from tests.support.plans import headers, plan
+from tests.support.spots import Spot
 from weightcached.loader.fused import OTHER_EXPERTS, OTHER_STAGE
 
 

@@ -1,4 +1,4 @@
-"""Models with experts, through the real executor: each rank's bytes are those of naive slicing with torch.
+"""Models with experts, through the real executor: each rank's bytes are those of the naive reference.
 
 Tensor, expert and pipeline parallelism, alone and together, for every family. The oracle's case is among those of
 test_oracle.py and test_execute.py.
@@ -10,19 +10,16 @@ import re
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support import expert_models
-from tests.support.execution import Outcome, load
-from tests.support.expert_shards import Spot, shard
 from tests.support.plans import cache_config, headers, parameters, plan
-from weightcached.loader.arithmetic import fp8_channel
+from tests.support.referenced import require_as_the_reference
+from tests.support.spots import Spot
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.plan import Cast, make_plan
-from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor
+from weightcached.protocol.errors import MissingTensor, ModelConfigError, UnexpectedTensor, UnsupportedModel
 
 FAMILIES = list(expert_models.CONFIGS)
 
@@ -38,37 +35,14 @@ SPOTS = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
-    """(config.json, directory, tensors) of a small model of each family."""
+    """The directory of a small model of each family."""
     config = expert_models.config_of(request.param)
-    directory = expert_models.write(tmp_path_factory.mktemp("experts") / request.param, config)
-    return config, directory, load_file(directory / "model.safetensors")
-
-
-def bits(outcome: Outcome) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (row.dtype, row.shape, bytes(outcome.data[name])) for name, row in outcome.rows.items()}
-
-
-def naive_bits(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        name: (
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            value.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
-        )
-        for name, value in values.items()
-    }
+    return expert_models.write(tmp_path_factory.mktemp("experts") / request.param, config)
 
 
 @pytest.mark.parametrize("spot", SPOTS, ids=str)
 def test_each_rank_has_the_bytes_that_slicing_whole_tensors_gives(model, spot):
-    config, directory, tensors = model
-    outcome = load(directory, layout="fused", **spot.options)
-    expected = shard(tensors, config, spot)
-    if config["model_type"] == "deepseek_v3":
-        for name, value in expected.items():
-            if name.endswith("e_score_correction_bias"):
-                expected[name] = value.to(torch.float32)
-    assert bits(outcome) == naive_bits(expected)
+    require_as_the_reference(model, **spot.options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,6 +59,60 @@ def test_names_and_shapes_are_those_that_transformers_writes(tmp_path, family):
         written = make_plan(checkpoint.tensors, checkpoint.config, cache_config(checkpoint.config))
     ours = plan(config, headers(shapes))
     assert [(p.name, p.shape) for p in written.parameters] == [(p.name, p.shape) for p in ours.parameters]
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "gpt_oss"])
+def saved_in_stacks(request, tmp_path_factory):
+    """(a directory, another) of one model as Transformers saves it: each expert's tensors, and one stack of all."""
+    transformers = pytest.importorskip("transformers")
+    config = {key: value for key, value in expert_models.config_of(request.param).items() if key != "architectures"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.bfloat16
+    )
+    each, stacks = tmp_path_factory.mktemp(f"{request.param}-each"), tmp_path_factory.mktemp(f"{request.param}-stacks")
+    model.save_pretrained(each)
+    model.save_pretrained(stacks, save_original_format=False)
+    return each, stacks
+
+
+@pytest.mark.parametrize(
+    "spot",
+    [
+        Spot(),
+        Spot(tp=4, tp_rank=3),
+        Spot(ep=3, ep_rank=1),
+        Spot(ep=2, ep_rank=1, round_robin=True),
+        Spot(pp=2, pp_rank=0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=str)
+def test_experts_in_one_tensor_on_disk_are_those_in_one_each(saved_in_stacks, spot, options):
+    each, stacks = (require_as_the_reference(directory, **spot.options, **options) for directory in saved_in_stacks)
+    assert dict(each.data) == dict(stacks.data)
+    names = stacks.prepared.plan.accounting.loaded
+    assert any(name.endswith("experts.gate_up_proj") for name in names)
+    assert not any(re.search(r"experts\.\d", name) for name in names)
+
+
+def test_experts_both_in_one_tensor_and_in_one_each_are_too_many():
+    config = expert_models.config_of("qwen3_moe")
+    shapes = expert_models.shapes_of(config)
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    with pytest.raises(MissingTensor, match="down_proj") as caught:
+        plan(config, headers({**shapes, stack: (6, 32, 32)}))
+    assert "model.layers.1.mlp.experts.0.down_proj.weight" in str(caught.value.found)
+
+
+def test_scales_beside_experts_in_one_tensor_are_refused_by_name():
+    """No tool is known to write them, so nothing is known of how they lie."""
+    config = expert_models.config_of("qwen3_moe", num_hidden_layers=2)
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    shapes = {name: shape for name, shape in expert_models.shapes_of(config).items() if ".experts." not in name}
+    at = "model.layers.1.mlp.experts"
+    shapes |= {f"{at}.gate_up_proj": (6, 32, 32), f"{at}.down_proj": (6, 32, 16)}
+    with pytest.raises(UnsupportedModel, match=re.escape(at)):
+        plan(config, headers(shapes))
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
@@ -180,21 +208,10 @@ def test_what_experts_are_to_a_reader_of_figures():
 
 
 @pytest.mark.parametrize("spot", [Spot(tp=2, tp_rank=1), Spot(ep=3, ep_rank=2)], ids=str)
-def test_fp8_takes_each_row_of_each_expert_as_a_channel_of_its_own(model, spot):
-    """What quantizing every expert by itself gives, in one parameter and one scale."""
-    config, directory, tensors = model
-    outcome = load(directory, layout="fused", quantization="fp8", **spot.options)
-    plain = shard(tensors, config, spot)
-    names = [name for name in plain if name.endswith(("w13_weight", "w2_weight"))]
-    assert names
-    for name in names:
-        scales = np.frombuffer(outcome.data[f"{name}_scale"], np.float32).reshape(*plain[name].shape[:-1], 1)
-        for expert, weight in enumerate(plain[name]):
-            quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-            (scale,) = fp8_channel(weight.float().contiguous(), quantized)
-            at = slice(expert * weight.numel(), (expert + 1) * weight.numel())
-            assert outcome.data[name][at] == quantized.view(torch.uint8).numpy().tobytes()
-            assert np.array_equal(scales[expert], scale.numpy())
+@pytest.mark.parametrize("method", ["fp8", "fp8-tensor", "fp8-block=8x16", "int8"])
+def test_each_expert_is_quantized_by_itself(model, spot, method):
+    outcome = require_as_the_reference(model, quantization=method, **spot.options)
+    assert any("_weight_scale" in name for name in outcome.rows)
 
 
 @pytest.fixture(scope="module", params=["plain", "fp8"])

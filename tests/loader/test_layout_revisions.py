@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import expert_models
 from tests.support.checkpoints import tiny_config
 from tests.support.plans import FILE, headers, plan
 from tests.support.quantized import config_of, tensors_of
 from tests.support.quantized_cases import CASES
+from tests.support.spots import Spot
 from weightcached.loader.architectures import ARCHITECTURES
 from weightcached.loader.architectures.ranks import Rank
 from weightcached.loader.boxes import Box
@@ -103,6 +105,38 @@ def test_a_family_s_rules_change_only_with_the_revision(architecture):
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     assert PINNED_FAMILIES.get(architecture) == digest, (
         f"the rules of {architecture} are not those that were pinned: if that is meant, raise "
+        f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
+    )
+
+
+EXPERT_PLACES = (
+    Spot(),
+    Spot(tp=4, tp_rank=3),
+    Spot(ep=3, ep_rank=1),
+    Spot(ep=2, ep_rank=1, round_robin=True),
+    Spot(tp=2, tp_rank=1, ep=2, ep_rank=1, pp=2, pp_rank=1),
+    Spot(pp=3, pp_rank=0),
+)
+PINNED_EXPERTS = {
+    "mixtral": "23409a9b038443d4",
+    "qwen2_moe": "3430972dd125fbc5",
+    "qwen3_moe": "30172562c4d9119a",
+    "deepseek_v2": "b313d70f04063d16",
+    "deepseek_v3": "2080f44b643e769e",
+    "gpt_oss": "e995e96ef545f7be",
+}
+"""Families with experts, in every kind of parallelism."""
+
+
+@pytest.mark.parametrize("family", expert_models.CONFIGS)
+def test_the_rules_of_a_family_with_experts_change_only_with_the_revision(family):
+    model = expert_models.config_of(family)
+    tensors = headers(expert_models.shapes_of(model))
+    places = [*(spot.options for spot in EXPERT_PLACES), {"quantization": "fp8"}]
+    described = [[describe(placed) for placed in place(plan(model, tensors, **at)).placed] for at in places]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    assert PINNED_EXPERTS.get(family) == digest, (
+        f"the rules of {family} are not those that were pinned: if that is meant, raise "
         f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
     )
 

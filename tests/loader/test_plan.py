@@ -301,7 +301,7 @@ def test_layout_hf_quantizes_nothing():
 
 def test_a_layout_or_revision_of_another_release():
     config = cache_config(tiny_config())
-    for update in ({"layout_revision": config.layout_revision + 1}, {"layout": "engine"}):
+    for update in ({"layout_revision": config.layout_revision + 1}, {"layout": "engine", "engine": {"engine": "1"}}):
         with pytest.raises(UnsupportedModel, match="release"):
             make_plan({}, tiny_config(), config.model_copy(update=update))
 

@@ -36,9 +36,9 @@ def loaded(directory: Path, **options: Any) -> bytes:
     """What a worker does with a job: the manifest that would be published. Whatever fails leaves no descriptor."""
     config = build_config(directory, **{"layout": "fused", "tp_size": 1, "tp_rank": 0, **options})
     job = Job(model_dir=str(directory), config=config.model_dump(), generation="1" * 32, keeper_pid=os.getpid())
-    with source_of(job, config) as source:
+    with source_of(job, config, print) as source:
         source.planned()
-        with OwnedFds([host.allocate(source.placement.segment_nbytes, name="test")]) as memory:
+        with OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory:
             filled = source.fill(memory[0], lambda done, total: None)
             host.seal(memory[0])
             return filled.encode(generation="1" * 32, version="v", receipts_version="v", digest=None)
@@ -219,8 +219,8 @@ def test_a_file_rewritten_while_it_is_read_is_named(whole: Path) -> None:
             file.write(b"!")
 
     with (
-        source_of(job, config) as source,
-        OwnedFds([host.allocate(source.placement.segment_nbytes, name="test")]) as memory,
+        source_of(job, config, print) as source,
+        OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory,
         pytest.raises(CheckpointError) as caught,
     ):
         source.fill(memory[0], rewrite)

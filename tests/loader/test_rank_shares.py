@@ -6,9 +6,9 @@ import pytest
 
 from tests.support import expert_models
 from tests.support.checkpoints import tiny_config, tiny_shapes
-from tests.support.expert_shards import Spot, layers_by_stage, local_experts
 from tests.support.plans import headers, plan
 from weightcached.loader.architectures.ranks import Rank, TooMany
+from weightcached.loader.reference.ranks import Ranks
 from weightcached.protocol.errors import UnsupportedModel
 
 
@@ -35,7 +35,8 @@ def test_stages_for_any_numbers():
     for layers, stages in itertools.product(range(1, 40), range(1, 9)):
         if stages <= layers:
             held = [list(Rank(1, 0, stages=stages, stage=stage).layers(layers)) for stage in range(stages)]
-            assert held == layers_by_stage(layers, stages)
+            naive = [list(Ranks(stages=stages, stage=stage).layers(layers)) for stage in range(stages)]
+            assert held == naive
 
 
 def test_experts_for_any_numbers():
@@ -43,7 +44,7 @@ def test_experts_for_any_numbers():
         if ranks <= experts:
             for rank in range(ranks):
                 held = list(Rank(1, 0, expert_ranks=ranks, expert_rank=rank, round_robin=in_turn).experts(experts))
-                assert held == local_experts(experts, Spot(ep=ranks, ep_rank=rank, round_robin=in_turn))
+                assert held == Ranks(expert_ranks=ranks, expert_rank=rank, in_turn=in_turn).experts(experts)
 
 
 def test_the_first_ranks_have_one_expert_more():

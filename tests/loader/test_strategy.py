@@ -6,7 +6,7 @@ import pytest
 
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
-from weightcached.loader.strategy import FAR_AHEAD_NBYTES, WAITING_THREADS, FileFacts, choose
+from weightcached.loader.strategy import FAR_AHEAD_NBYTES, RUN_NBYTES, THREADS, WAITING_THREADS, FileFacts, choose
 
 GIB = 1 << 30
 FACTS = FileFacts(GIB, "ext4", cached_share=0.0, direct=True)
@@ -50,6 +50,15 @@ def test_what_is_asked_for_is_taken() -> None:
     strategy = choose([parameter()], {"f": replace(FACTS, cached_share=1.0)}, free_nbytes=3 * GIB, asked="prefetch")
     assert (strategy.name, strategy.threads, strategy.ahead_nbytes) == ("prefetch", WAITING_THREADS, FAR_AHEAD_NBYTES)
     assert strategy.exact == {"f"}  # all of them are asked for far ahead
+
+
+def test_threads_that_wait_for_a_disk_read_at_places_of_their_own() -> None:
+    cold = choose([parameter()], {"f": FACTS}, free_nbytes=3 * GIB)
+    assert (cold.threads, cold.run_nbytes, cold.apart) == (WAITING_THREADS, GIB // WAITING_THREADS, True)
+    warm = choose([parameter()], {"f": replace(FACTS, cached_share=1.0)}, free_nbytes=3 * GIB)
+    assert (warm.threads, warm.run_nbytes, warm.apart) == (THREADS, RUN_NBYTES, False)
+    far = choose([parameter()], {"f": replace(FACTS, file_system="nfs")}, free_nbytes=3 * GIB)
+    assert (far.run_nbytes, far.apart) == (0, False)
 
 
 @pytest.mark.parametrize(("rows", "exact"), [(1 << 15, set()), (1 << 14, {"f"})])

@@ -63,7 +63,7 @@ def contents(fd, nbytes):
 
 def test_a_job_done(model):
     config = config_of(model, tp_size=2, tp_rank=1)
-    wanted = load(model, layout="fused", tp_size=2, tp_rank=1)
+    wanted = load(model, layout="fused", tp_size=2, tp_rank=1, expendable=True)
     with nothing_left_behind(), worker() as running:
         planned = running.plan(model, config)
         assert planned.segments_nbytes == (wanted.prepared.placement.segment_nbytes,)

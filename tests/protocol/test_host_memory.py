@@ -231,14 +231,34 @@ def test_an_empty_segment_is_allocated_sealed_mapped_and_viewed() -> None:
         mapping.close()
 
 
-def test_a_private_mapping_reserves_no_swap(exported: int) -> None:
-    """Otherwise each engine would charge a whole shard to the commit limit: `nr`, no-reserve, is the flag in smaps."""
-    mapping = host.map_private(exported, nbytes=NBYTES)
+def kernels_account(mapping: host.Mapping) -> dict[str, str]:
+    """The lines of `/proc/self/smaps` about a mapping."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         lines = file.read().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"{mapping.address:08x}-"))
-    flags = next(line for line in lines[start:] if line.startswith("VmFlags:"))
-    assert "nr" in flags.split()
+    end = next(number for number, line in enumerate(lines[start:], start) if line.startswith("VmFlags:"))
+    return {word: rest for word, _, rest in (line.partition(":") for line in lines[start + 1 : end + 1])}
+
+
+def test_a_private_mapping_reserves_no_swap(exported: int) -> None:
+    """Otherwise each engine would charge a whole shard to the commit limit: `nr`, no-reserve, is the flag in smaps."""
+    mapping = host.map_private(exported, nbytes=NBYTES)
+    assert "nr" in kernels_account(mapping)["VmFlags"].split()
+    mapping.close()
+
+
+@pytest.mark.parametrize("kernel", ["this one", "one that does not know the advice"])
+def test_a_populated_mapping_is_resident_and_has_no_page_of_its_own(
+    kernel: str, exported: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel != "this one":
+        monkeypatch.setattr(host, "_MADV_POPULATE_READ", 200)
+    mapping = host.map_private(exported, nbytes=NBYTES)
+    assert kernels_account(mapping)["Rss"].split() == ["0", "kB"]
+    mapping.populate()
+    account = kernels_account(mapping)
+    assert account["Rss"].split() == [str(NBYTES // 1024), "kB"]
+    assert account["Anonymous"].split() == ["0", "kB"]
     mapping.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.resources import nothing_left_behind
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host, large_pages
-from weightcached.protocol.memory.large_pages import AHEAD_NBYTES, STRETCH_NBYTES, LargePages
+from weightcached.protocol.memory.large_pages import STRETCH_NBYTES, LargePages
 
 LARGE = host.LARGE_PAGE_NBYTES
 NBYTES = STRETCH_NBYTES + 3 * LARGE + 5 * mmap.PAGESIZE
@@ -45,8 +45,7 @@ def random_bytes(nbytes: int) -> bytes:
 
 def make_all(segment: int) -> LargePages:
     with LargePages(segment, nbytes=NBYTES) as pages:
-        for written in range(0, NBYTES, LARGE):
-            pages.advance(written)
+        pages.prepare(0, NBYTES)
     return pages
 
 
@@ -97,7 +96,7 @@ def test_writers_that_overtake_lose_nothing(segment: int) -> None:
 
     def write(pages: LargePages) -> None:
         for offset in position:
-            pages.advance(NBYTES)  # everything is due at once, so writing and making meet in the same stretches
+            pages.prepare(offset, NBYTES)  # of all that follows, too: writing and making meet in the same stretches
             os.pwrite(segment, data[offset : offset + (1 << 16)], offset)
 
     with LargePages(segment, nbytes=NBYTES) as pages:
@@ -110,15 +109,33 @@ def test_writers_that_overtake_lose_nothing(segment: int) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_pages_are_made_only_so_far_ahead() -> None:
-    nbytes = AHEAD_NBYTES + 4 * STRETCH_NBYTES
-    with OwnedFds([host.allocate(nbytes, name="ahead")]) as fds, LargePages(fds[0], nbytes=nbytes) as pages:
-        for _ in range(20):
-            pages.advance(0)
+def test_only_what_was_asked_for_is_made() -> None:
+    nbytes = 4 * STRETCH_NBYTES
+    with OwnedFds([host.allocate(nbytes, name="some")]) as fds, LargePages(fds[0], nbytes=nbytes) as pages:
+        pages.prepare(STRETCH_NBYTES + 1, 2 * STRETCH_NBYTES)
         require_kernel(pages)
-        assert os.fstat(fds[0]).st_blocks * 512 == pages.made_nbytes == AHEAD_NBYTES
-        pages.advance(1)
-        assert pages.made_nbytes == AHEAD_NBYTES + STRETCH_NBYTES
+        assert os.fstat(fds[0]).st_blocks * 512 == pages.made_nbytes == STRETCH_NBYTES
+        pages.prepare(2 * STRETCH_NBYTES - 1, 2 * STRETCH_NBYTES + 1)
+        assert pages.made_nbytes == 2 * STRETCH_NBYTES
+
+
+@pytest.mark.usefixtures("patient")
+def test_whoever_prepares_what_others_are_making_finds_it_made() -> None:
+    nbytes = 8 * STRETCH_NBYTES
+    with OwnedFds([host.allocate(nbytes, name="together")]) as fds, LargePages(fds[0], nbytes=nbytes) as pages:
+        found = []
+
+        def prepare() -> None:
+            pages.prepare(0, nbytes)
+            found.append(pages.gave_up is not None or pages.memory(0, nbytes) is not None)
+
+        threads = [threading.Thread(target=prepare) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        require_kernel(pages)
+    assert found == [True] * 6
 
 
 @pytest.mark.usefixtures("patient")
@@ -126,11 +143,11 @@ def test_memory_is_lent_where_all_of_it_is_in_large_pages(segment: int) -> None:
     data = random_bytes(WHOLE_PAGES_NBYTES)
     with LargePages(segment, nbytes=NBYTES) as pages:
         assert pages.memory(0, 1) is None
-        pages.advance(0)
+        pages.prepare(0, STRETCH_NBYTES)
         require_kernel(pages)
         assert pages.memory(0, STRETCH_NBYTES) is not None
         assert pages.memory(STRETCH_NBYTES - 1, 2) is None
-        pages.advance(0)
+        pages.prepare(0, NBYTES)
         assert pages.memory(WHOLE_PAGES_NBYTES, 1) is None
         assert pages.memory(WHOLE_PAGES_NBYTES - 1, 2) is None
         before = os.fstat(segment).st_blocks
@@ -151,8 +168,7 @@ def test_a_file_is_left_as_it_is(tmp_path: Path) -> None:
     data = random_bytes(6 * STRETCH_NBYTES)
     path.write_bytes(data)
     with OwnedFds([os.open(path, os.O_RDWR | os.O_CLOEXEC)]) as fds, LargePages(fds[0], nbytes=len(data)) as pages:
-        for _ in range(6):
-            pages.advance(len(data))
+        pages.prepare(0, len(data))
         assert pages.gave_up is not None
         assert pages.made_nbytes == 0
     assert path.read_bytes() == data
@@ -162,8 +178,7 @@ def test_when_pages_come_slowly_the_rest_stays_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(large_pages, "SLOW_STRETCH_S", 0.0)
     nbytes = 6 * STRETCH_NBYTES
     with OwnedFds([host.allocate(nbytes, name="slow")]) as fds, LargePages(fds[0], nbytes=nbytes) as pages:
-        for _ in range(6):
-            pages.advance(nbytes)
+        pages.prepare(0, nbytes)
         assert pages.gave_up is not None
         assert os.fstat(fds[0]).st_blocks * 512 <= 3 * STRETCH_NBYTES
         assert str(pages) == f"{pages.made_nbytes >> 20} of {nbytes >> 20} MiB: {pages.gave_up}"
@@ -172,6 +187,6 @@ def test_when_pages_come_slowly_the_rest_stays_small(monkeypatch: pytest.MonkeyP
 def test_the_segment_never_grows() -> None:
     with OwnedFds([host.allocate(3 * mmap.PAGESIZE, name="small")]) as fds:
         with LargePages(fds[0], nbytes=10 * LARGE) as pages:  # more than there is
-            pages.advance(0)
+            pages.prepare(0, 1)
         assert os.fstat(fds[0]).st_size == 3 * mmap.PAGESIZE
         assert str(pages) == "0 of 0 MiB: the segment is smaller than one"

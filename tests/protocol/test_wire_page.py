@@ -206,10 +206,10 @@ def test_dtypes_have_their_sizes() -> None:
 
 
 def test_the_config_has_these_entries() -> None:
-    entries = [name for name in CacheConfig.model_fields if name not in ("parallel", "quantization", "model")]
+    entries = [name for name in CacheConfig.model_fields if name not in ("parallel", "quantization", "model", "engine")]
     entries += [f"parallel.{name}" for name in Parallel.model_fields]
     entries += [f"quantization.{name}" for name in Quantization.model_fields]
-    assert sorted(name for (name,) in told("config")) == sorted([*entries, "model.KEY"])
+    assert sorted(name for (name,) in told("config")) == sorted([*entries, "model.KEY", "engine.KEY"])
     left_out = re.search(r'<a id="left-out"></a>.*? but for (?P<keys>`.*)\.$', TEXT, re.M)
     assert left_out
     assert set(re.findall(r"`(\w+)`", left_out["keys"])) == config._IRRELEVANT_TO_WEIGHTS

@@ -372,7 +372,8 @@ def supervised_daemon(
 def scripted_environment(runtime_dir: Path, script: Mapping[str, Any] | None) -> dict[str, str]:
     """What :data:`SCRIPTED` needs in its environment."""
     return {
-        "PYTHONPATH": str(ROOT),  # where the scripted worker is found
+        # Where the scripted worker is found, before what a test has put there.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "WEIGHTCACHED_TEST_WORKER": json.dumps(script or {}),
         "WEIGHTCACHED_TEST_MODULES": str(modules_file(runtime_dir)),
     }

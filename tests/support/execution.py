@@ -57,12 +57,13 @@ class Outcome:
 
 
 def load(directory: Path, **options: object) -> Outcome:
-    """Load one rank through the pipeline. ``options`` are those of ``build_config``."""
+    """Load one rank through the pipeline. ``options`` are those of ``build_config``, and ``expendable``."""
+    expendable = bool(options.pop("expendable", False))
     config = build_config(directory, **options)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
         with segment_of(prepared.placement.segment_nbytes) as segment:
-            loaded = pipeline.load(checkpoint, prepared, segment)
+            loaded = pipeline.load(checkpoint, prepared, segment, expendable=expendable)
             data = resident(segment, prepared.placement)
     for row in loaded.rows:
         assert row.digest == xxhash.xxh3_128(data[row.name]).digest(), row.name

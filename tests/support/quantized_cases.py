@@ -6,20 +6,20 @@ from typing import Any
 
 from tests.support.quantized import Stored
 
-FP8 = Stored("weight", "F8_E4M3", lambda o, i: (o, i), 0, 1)
-INT8 = Stored("weight", "I8", lambda o, i: (o, i), 0, 1)
-SCALAR = Stored("weight_scale", "F32", lambda o, i: (), fused="slots")
+FP8 = Stored("weight", "F8_E4M3", lambda o, i: (o, i), 0)
+INT8 = Stored("weight", "I8", lambda o, i: (o, i), 0)
+SCALAR = Stored("weight_scale", "F32", lambda o, i: ())
 CHANNEL = Stored("weight_scale", "F32", lambda o, i: (o, 1), 0)
-INPUT = Stored("input_scale", "F32", lambda o, i: (1,), fused="slots")
+INPUT = Stored("input_scale", "F32", lambda o, i: (1,))
 GPTQ = (
-    Stored("qweight", "I32", lambda o, i: (i // 8, o), 1, 0),
-    Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1, 0),
-    Stored("scales", "F16", lambda o, i: (i // 16, o), 1, 0),
+    Stored("qweight", "I32", lambda o, i: (i // 8, o), 1),
+    Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1),
+    Stored("scales", "F16", lambda o, i: (i // 16, o), 1),
 )
-WEIGHT_SHAPE = Stored("weight_shape", "I64", lambda o, i: (2,), fused="last")
+WEIGHT_SHAPE = Stored("weight_shape", "I64", lambda o, i: (2,))
 PACKED = (
-    Stored("weight_packed", "I32", lambda o, i: (o, i // 8), 0, 1),
-    Stored("weight_scale", "BF16", lambda o, i: (o, i // 16), 0, 1),
+    Stored("weight_packed", "I32", lambda o, i: (o, i // 8), 0),
+    Stored("weight_scale", "BF16", lambda o, i: (o, i // 16), 0),
     WEIGHT_SHAPE,
 )
 
@@ -51,20 +51,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
     "fp8, static inputs": ({"quant_method": "fp8", "activation_scheme": "static"}, (FP8, SCALAR, INPUT)),
     "fp8, blocks": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]},
-        (FP8, Stored("weight_scale_inv", "F32", lambda o, i: (o // 16, i // 8), 0, 1)),
+        (FP8, Stored("weight_scale_inv", "F32", lambda o, i: (o // 16, i // 8), 0)),
     ),
     "fp8, channels": (compressed("float-quantized", weights("float", 8, "channel"), DYNAMIC_FP8), (FP8, CHANNEL)),
     "fp8, channels in bfloat16": (
         compressed("float-quantized", weights("float", 8, "channel")),
-        (FP8, Stored("weight_scale", "BF16", lambda o, i: (o, 1), 0, held_as="F32")),
+        (FP8, Stored("weight_scale", "BF16", lambda o, i: (o, 1), 0)),
     ),
     "compressed-tensors fp8, static": (
         compressed("float-quantized", weights("float", 8, "tensor"), weights("float", 8, "tensor")),
-        (FP8, Stored("weight_scale", "F32", lambda o, i: (1,), fused="slots"), INPUT),
+        (FP8, Stored("weight_scale", "F32", lambda o, i: (1,)), INPUT),
     ),
     "compressed-tensors fp8, blocks": (
         compressed("float-quantized", weights("float", 8, "block", block_structure=[8, 16]), DYNAMIC_FP8),
-        (FP8, Stored("weight_scale", "F32", lambda o, i: (o // 8, i // 16), 0, 1)),
+        (FP8, Stored("weight_scale", "F32", lambda o, i: (o // 8, i // 16), 0)),
     ),
     "int8, channels": (compressed("int-quantized", weights("int", 8, "channel"), DYNAMIC_INT8), (INT8, CHANNEL)),
     "int8, static inputs with zero points": (
@@ -72,14 +72,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
         (
             INT8,
             SCALAR,
-            Stored("input_scale", "F32", lambda o, i: (1,), fused="last"),
-            Stored("input_zero_point", "I8", lambda o, i: (1,), fused="last"),
+            Stored("input_scale", "F32", lambda o, i: (1,)),
+            Stored("input_zero_point", "I8", lambda o, i: (1,)),
         ),
     ),
     "int4, groups": (compressed("pack-quantized", weights("int", 4, "group", group_size=16)), PACKED),
     "int4, groups with zero points": (
         compressed("pack-quantized", weights("int", 4, "group", group_size=16, symmetric=False)),
-        (*PACKED, Stored("weight_zero_point", "I32", lambda o, i: (o // 8, i // 16), 0, 1)),
+        (*PACKED, Stored("weight_zero_point", "I32", lambda o, i: (o // 8, i // 16), 0)),
     ),
     "int4, channels": (
         compressed("pack-quantized", weights("int", 4, "channel", group_size=None)),
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
     ),
     "int8 packed, groups": (
         compressed("pack-quantized", weights("int", 8, "group", group_size=16)),
-        (Stored("weight_packed", "I32", lambda o, i: (o, i // 4), 0, 1), *PACKED[1:]),
+        (Stored("weight_packed", "I32", lambda o, i: (o, i // 4), 0), *PACKED[1:]),
     ),
     "int4, activation order by group": (
         compressed("pack-quantized", weights("int", 4, "group", group_size=16, actorder="group")),
@@ -95,23 +95,23 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
             PACKED[0],
             Stored("weight_scale", "BF16", lambda o, i: (o, i // 16), 0),
             WEIGHT_SHAPE,
-            Stored("weight_g_idx", "I32", lambda o, i: (i,), None, 0, fused="last"),
+            Stored("weight_g_idx", "I32", lambda o, i: (i,)),
         ),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
         (
-            Stored("qweight", "I32", lambda o, i: (i, o // 8), 1, 0),
-            Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1, 0),
-            Stored("scales", "F16", lambda o, i: (i // 16, o), 1, 0),
+            Stored("qweight", "I32", lambda o, i: (i, o // 8), 1),
+            Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1),
+            Stored("scales", "F16", lambda o, i: (i // 16, o), 1),
         ),
     ),
-    "gptq": (gptq(), (*GPTQ, Stored("g_idx", "I32", lambda o, i: (i,), fused="nothing"))),
+    "gptq": (gptq(), (*GPTQ, Stored("g_idx", "I32", lambda o, i: (i,), needed=False))),
     "gptq without g_idx": (gptq(), GPTQ),
     "gptq of 8 bits, one group": (
         gptq(bits=8, group_size=-1, desc_act=True),
         (
-            Stored("qweight", "I32", lambda o, i: (i // 4, o), 1, 0),
+            Stored("qweight", "I32", lambda o, i: (i // 4, o), 1),
             Stored("qzeros", "I32", lambda o, i: (1, o // 4), 1),
             Stored("scales", "F16", lambda o, i: (1, o), 1),
         ),
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Stored, ...]]] = {
             # An input may be of any group, so every rank has the scales of all: they are cut by outputs only.
             Stored("qzeros", "I32", lambda o, i: (i // 16, o // 8), 1),
             Stored("scales", "F16", lambda o, i: (i // 16, o), 1),
-            Stored("g_idx", "I32", lambda o, i: (i,), None, 0, fused="last"),
+            Stored("g_idx", "I32", lambda o, i: (i,)),
         ),
     ),
 }

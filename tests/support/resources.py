@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 
 def open_fds(pid: int | str = "self") -> dict[int, str]:
@@ -24,18 +25,6 @@ def memfd_mappings(pid: int | str = "self") -> list[str]:
     """The lines of ``/proc/PID/maps`` that are memfds."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
         return [line for line in file if "/memfd:" in line]
-
-
-def private_nbytes(pid: int | str = "self") -> int:
-    """Bytes of mapped memfds that are the process's own: pages that it has written to, and nobody else sees."""
-    kilobytes, inside = 0, False
-    with open(f"/proc/{pid}/smaps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            if "-" in line.split(" ", 1)[0]:  # the first line of a mapping begins with its addresses
-                inside = "/memfd:" in line
-            elif inside and line.startswith("Anonymous:"):
-                kilobytes += int(line.split()[1])
-    return kilobytes * 1024
 
 
 def anonymous_nbytes(pid: int | str = "self") -> int:
@@ -77,3 +66,35 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     after = held()
     assert after == before, f"before: {before}\nafter: {after}"
+
+
+@dataclass(frozen=True)
+class MemfdMapping:
+    """One mapping of a memfd into this process, as ``/proc/self/smaps`` has it. Addresses are ``[start, end)``."""
+
+    start: int
+    end: int
+    own_nbytes: int
+    """Of pages that this process has written to, and so has copies of."""
+
+
+def own_memfd_mappings() -> list[MemfdMapping]:
+    """Those of this process, with what it has copied of each."""
+    found: list[MemfdMapping] = []
+    inside = False
+    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            key, _, value = line.partition(" ")
+            if not key.endswith(":"):  # a mapping's first line: its addresses
+                start, end = (int(address, 16) for address in key.split("-"))
+                inside = "/memfd:" in value
+                if inside:
+                    found.append(MemfdMapping(start, end, 0))
+            elif inside and key == "Anonymous:":
+                found[-1] = replace(found[-1], own_nbytes=int(value.split()[0]) * 1024)
+    return found
+
+
+def private_nbytes() -> int:
+    """Bytes of mapped memfds that are this process's own: pages that it has written to, and nobody else sees."""
+    return sum(mapping.own_nbytes for mapping in own_memfd_mappings())

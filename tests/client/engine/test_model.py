@@ -49,16 +49,16 @@ def test_the_module_is_byte_identical_from_transformers_the_daemon_and_disk(
     checkpoint: Path, runtime_dir: Path
 ) -> None:
     recipe = recipe_of(checkpoint)
-    plain = engine_model.load_with_transformers(recipe, dtype="auto")
+    plain = engine_model.load(recipe, None, dtype="auto")
     wanted = digests(plain)
     with daemon(checkpoint, runtime_dir):
         options: dict[str, Any] = {"mode": "require", "runtime_dir": runtime_dir, "wait_for_daemon_s": 30}
         with attach(checkpoint, cache_dir=runtime_dir / "digests", **options) as weights:
-            bound = engine_model.bind_to_weights(recipe, weights, dtype="auto")
+            bound = engine_model.load(recipe, weights, dtype="auto")
             assert weights.source == "daemon"
             assert digests(bound) == wanted
     with attach(checkpoint, mode="off", cache_dir=runtime_dir / "digests") as weights:
-        from_disk = engine_model.bind_to_weights(recipe, weights, dtype="auto")
+        from_disk = engine_model.load(recipe, weights, dtype="auto")
         assert digests(from_disk) == wanted
     # The daemon and both weight sets are gone: what is bound stays.
     assert digests(bound) == wanted
@@ -69,13 +69,13 @@ def test_the_module_is_byte_identical_from_transformers_the_daemon_and_disk(
 def test_tied_parameters_are_one_object(models: Callable[..., Path]) -> None:
     checkpoint = models(tie_word_embeddings=True)
     with attach(checkpoint, mode="off") as weights:
-        module: Any = engine_model.bind_to_weights(recipe_of(checkpoint), weights, dtype="auto")
+        module: Any = engine_model.load(recipe_of(checkpoint), weights, dtype="auto")
     assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
 def test_buffers_that_no_checkpoint_has_are_real(tiny: Path) -> None:
     with attach(tiny, mode="off") as weights:
-        module: Any = engine_model.bind_to_weights(recipe_of(tiny), weights, dtype="auto")
+        module: Any = engine_model.load(recipe_of(tiny), weights, dtype="auto")
     assert not any(tensor.is_meta for tensor in engine_model.state_of(module).values())
     assert module.model.rotary_emb.inv_freq.abs().sum() > 0
 
@@ -83,7 +83,7 @@ def test_buffers_that_no_checkpoint_has_are_real(tiny: Path) -> None:
 def test_a_checkpoint_of_another_dtype_than_its_config_says_what_to_do(models: Callable[..., Path]) -> None:
     checkpoint = models(code="F32", dtype="bfloat16")
     with attach(checkpoint, mode="off") as weights, pytest.raises(BindError) as caught:
-        engine_model.bind_to_weights(recipe_of(checkpoint), weights, dtype="auto")
+        engine_model.load(recipe_of(checkpoint), weights, dtype="auto")
     assert "--dtype" in str(caught.value.next_step)
 
 
@@ -91,8 +91,8 @@ def test_asking_for_the_dtype_is_the_same_as_transformers_conversion(models: Cal
     checkpoint = models(code="F32", dtype="bfloat16")
     recipe = recipe_of(checkpoint)
     with attach(checkpoint, mode="off", dtype="bfloat16") as weights:
-        bound = engine_model.bind_to_weights(recipe, weights, dtype="bfloat16")
-    assert digests(bound) == digests(engine_model.load_with_transformers(recipe, dtype="bfloat16"))
+        bound = engine_model.load(recipe, weights, dtype="bfloat16")
+    assert digests(bound) == digests(engine_model.load(recipe, None, dtype="bfloat16"))
 
 
 def test_off_refuses_to_fill_in_what_the_checkpoint_lacks(models: Callable[..., Path], tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_off_refuses_to_fill_in_what_the_checkpoint_lacks(models: Callable[..., 
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     with pytest.raises(MissingTensor) as caught:
-        engine_model.load_with_transformers(recipe_of(tmp_path / "m"), dtype="auto")
+        engine_model.load(recipe_of(tmp_path / "m"), None, dtype="auto")
     assert "lm_head.weight" in str(caught.value.found)
 
 

@@ -19,8 +19,8 @@ import pytest
 from tests.support.daemons import daemon, supervised_daemon
 from weightcached.client import STALE_EXIT
 from weightcached.client.demo import http as engine_http
-from weightcached.client.engine.options import EngineOptions
-from weightcached.client.engine.owned_daemon import OwnedDaemon
+from weightcached.client.engine.options import EngineOptions, serve_command
+from weightcached.client.owned_daemon import OwnedDaemon
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.places import Place, host_device
@@ -250,7 +250,7 @@ def test_an_engine_with_its_own_daemon_and_the_daemon_ends_with_it(tiny: Path, r
         wait_gone(daemon_pid)
     # What a killed daemon leaves behind does not stop the next one, and an orderly end leaves nothing.
     options = EngineOptions(model=str(tiny), mode="daemon", runtime_dir=str(runtime_dir))
-    with OwnedDaemon(options, tiny) as owned:
+    with OwnedDaemon(place, serve_command(options, tiny)) as owned:
         owned.wait_bound(Deadline.after(TIMEOUT_S))
         assert _daemon_pid(place) == owned.pid
     assert not place.socket_path.exists()
@@ -272,13 +272,14 @@ def test_a_place_that_is_taken_ends_the_engine_and_not_the_other_daemon(tiny: Pa
         other.wait_until("ready")
         done = run(tiny, runtime_dir, "--weight-cache-mode", "daemon", "--prompt", PROMPT)
         assert done.returncode == 3
-        assert "use --weight-cache-mode client" in done.stderr
+        assert "use mode client" in done.stderr
         assert other.report().state == "ready"
 
 
 def test_an_owned_daemon_that_cannot_start_is_said_with_its_exit_status(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = EngineOptions(model=str(tiny), mode="daemon", runtime_dir=str(tmp_path / "file"))
-    with OwnedDaemon(options, tiny) as owned, pytest.raises(DeploymentError) as caught:
+    place = Place(tmp_path / "file", "default", host_device(tp_size=1, tp_rank=0))
+    with OwnedDaemon(place, serve_command(options, tiny)) as owned, pytest.raises(DeploymentError) as caught:
         owned.wait_bound(Deadline.after(TIMEOUT_S))
     assert "exit status" in str(caught.value.found)

@@ -23,7 +23,7 @@ Answer = tuple[int, dict[str, Any]]
 
 def served(directory: Path) -> Iterator[EngineServer]:
     recipe = recipe_of(directory)
-    service = Service(recipe, engine_model.load_with_transformers(recipe, dtype="auto"), None, mode="off")
+    service = Service(recipe, engine_model.load(recipe, None, dtype="auto"), None, mode="off")
     server = EngineServer(service, port=0, start_seconds={"total": 1.5})
     server.start()
     yield server

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.checkpoints import RawTensor
@@ -66,6 +67,16 @@ class Case:
     """Turns ``config.json`` and the tensors into those of another checkpoint, in place: a quantized one, say."""
     engine_only: tuple[str, ...] = ()
     """Endings of the names that only the engine has: what the checkpoint does not have and it starts from."""
+
+    processor: str | None = None
+    """What ``/proc/cpuinfo`` has to list, or vLLM refuses the model here."""
+
+    @property
+    def why_not_here(self) -> str | None:
+        """Why the engine would refuse this on the present machine, if it would."""
+        if self.processor is None or self.processor in Path("/proc/cpuinfo").read_text().split():
+            return None
+        return f"the engine takes {self.name} on processors with {self.processor} only"
 
     def ranks(self) -> Iterator[Rank]:
         """All of them, those of small arrangements first."""

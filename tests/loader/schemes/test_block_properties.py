@@ -14,23 +14,23 @@ from tests.support.quantized import (
     FUSED,
     Stored,
     config_of,
-    held,
     loaded,
     require_equal,
     tensors_of,
     write,
 )
+from weightcached.loader.reference import Reference
+from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import UnsupportedModel
 
 SIZES = (1, 2, 4)
-PRODUCT = Stored("product", "F32", lambda o, i: (o, i), 0, 1)
 
 
 def scheme_of(block: tuple[int, int]) -> list[Stored]:
     rows, columns = block
     return [
-        Stored("weight", "F8_E4M3", lambda o, i: (o, i), 0, 1),
-        Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // rows), -(-i // columns)), 0, 1),
+        Stored("weight", "F8_E4M3", lambda o, i: (o, i), 0),
+        Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // rows), -(-i // columns)), 0),
     ]
 
 
@@ -67,21 +67,22 @@ def test_every_rank_multiplies_out_to_its_share_of_the_whole_or_all_refuse(tmp_p
     tensors = tensors_of(config, scheme_of(block))
     directory = write(tmp_path, tensors, config)
     refused = is_refused(config, block, size)
-    whole = {
-        name.replace("weight_scale_inv", "product"): multiplied_out(
-            tensors[name.removesuffix("_scale_inv")], scale, block
-        )
-        for name, scale in tensors.items()
-        if name.endswith("_scale_inv")
-    }
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        plain[weight] = multiplied_out(tensors[weight], tensors[name], block)
+    del config["quantization_config"]
+    unquantized = write(tmp_path / "plain", plain, config)
     for rank in range(size):
+        at = {"layout": "fused", "tp_size": size, "tp_rank": rank}
         try:
-            got = loaded(load(directory, layout="fused", tp_size=size, tp_rank=rank))
+            got = loaded(load(directory, **at))
         except UnsupportedModel:
             assert refused
             continue
         assert not refused
-        for name in FUSED:
-            layer = f"model.layers.0.{name}"
-            ours = multiplied_out(got[f"{layer}.weight"], got[f"{layer}.weight_scale_inv"], block)
-            require_equal(ours, held(whole, PRODUCT, layer, rank, size), f"{layer} of rank {rank} of {size}")
+        with Reference(unquantized, build_config(unquantized, **at)) as reference:
+            for name in FUSED:
+                layer = f"model.layers.0.{name}"
+                ours = multiplied_out(got[f"{layer}.weight"], got[f"{layer}.weight_scale_inv"], block)
+                require_equal(ours, reference.parameter(f"{layer}.weight"), f"{layer} of rank {rank} of {size}")

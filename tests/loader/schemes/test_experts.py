@@ -1,13 +1,12 @@
 """Quantized experts: each rank's stack of each tensor, whether ranks share every expert or hold some."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.execution import load
-from tests.support.quantized import bits, config_of, held_by_experts, loaded, require_equal, tensors_of, without, write
+from tests.support.quantized import bits, config_of, tensors_of, without, write
 from tests.support.quantized_cases import CASES
-from weightcached.protocol.errors import MissingTensor, UnexpectedTensor
+from tests.support.referenced import require_as_the_reference
+from weightcached.protocol.errors import MissingTensor, UnexpectedTensor, UnsupportedModel
 
 SCHEMES = [
     "fp8, one scale a tensor",
@@ -29,31 +28,15 @@ def mixtral(case, **overrides):
     return config, scheme, tensors_of(config, scheme)
 
 
-def require_experts(directory, tensors, scheme, layer, here, share, **options):
-    got = loaded(load(directory, layout="fused", **options))
-    at = f"model.layers.{layer}.block_sparse_moe"
-    wanted = {}
-    for stored in scheme:
-        # Experts have one input scale and no shape before packing.
-        kept = replace(stored, fused="last") if stored.suffix == "input_scale" else stored
-        if stored.suffix == "weight_shape" or stored.fused == "nothing":
-            continue
-        for name, tensor in held_by_experts(tensors, kept, at, here, *share).items():
-            wanted[f"{at}.experts.routed_experts.{name}_{stored.suffix}"] = tensor
-    assert {name for name in got if name.startswith(f"{at}.experts")} == wanted.keys()
-    for name, tensor in wanted.items():
-        require_equal(got[name], tensor, f"{name} with {options}")
-    return got
-
-
 @pytest.mark.parametrize("case", SCHEMES)
 def test_ranks_that_share_every_expert(tmp_path, case):
     config, scheme, tensors = mixtral(case, num_hidden_layers=1)
     directory = write(tmp_path, tensors, config)
     for size in (1, 2, 4):
         for rank in range(size):
-            options = {"tp_size": size, "tp_rank": rank}
-            require_experts(directory, tensors, scheme, 0, range(EXPERTS), (rank, size), **options)
+            outcome = require_as_the_reference(directory, tp_size=size, tp_rank=rank)
+            experts = {name.rpartition("w13_")[2] for name in outcome.rows if ".w13_" in name}
+            assert experts == {one.suffix for one in scheme if one.needed} - {"weight_shape"}
 
 
 @pytest.mark.parametrize("case", SCHEMES)
@@ -66,17 +49,23 @@ def test_ranks_that_hold_some_experts_and_stages_that_hold_some_layers(tmp_path,
         tensors[zero_point] = bits(zero_point, (1,), "F32")
     directory = write(tmp_path, tensors, config)
     for rank in range(4):
-        here = [0, 1] if rank == 0 else [2, 3] if rank == 1 else [rank + 2]
-        options = {"tp_size": 1, "tp_rank": 0, "ep_size": 4, "ep_rank": rank}
-        require_experts(directory, tensors, scheme, 1, here, (0, 1), **options)
-    options = {"tp_size": 1, "tp_rank": 0, "ep_size": 2, "ep_rank": 1, "pp_size": 2, "pp_rank": 1}
-    outcome = load(directory, layout="fused", **options)
+        require_as_the_reference(directory, ep_size=4, ep_rank=rank)
+    outcome = require_as_the_reference(directory, ep_size=2, ep_rank=1, pp_size=2, pp_rank=1)
     account = outcome.prepared.plan.accounting
     assert account.loaded | account.ignored.keys() == tensors.keys()
     assert "pipeline stage" in account.ignored[f"model.layers.0.block_sparse_moe.experts.5.w1.{scheme[-1].suffix}"]
     assert "expert-parallel" in account.ignored[f"model.layers.1.block_sparse_moe.experts.0.w2.{scheme[-1].suffix}"]
     if "fp8" in case:
         assert {account.ignored[scale], account.ignored[zero_point]} == {"of another pipeline stage"}
+
+
+def test_a_share_of_experts_that_is_not_whole_blocks_is_refused_and_whole_experts_are_not(tmp_path):
+    config, _, tensors = mixtral("fp8, blocks", num_hidden_layers=1, intermediate_size=48)
+    directory = write(tmp_path, tensors, config)
+    with pytest.raises(UnsupportedModel, match="not whole blocks of 16") as caught:
+        load(directory, layout="fused", tp_size=2, tp_rank=1)
+    assert "--ep-size" in (caught.value.next_step or "")
+    require_as_the_reference(directory, ep_size=2, ep_rank=1)
 
 
 def test_a_scale_of_one_expert_that_is_missing_is_named(tmp_path):

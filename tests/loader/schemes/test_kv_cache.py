@@ -8,6 +8,7 @@ import torch
 from tests.support.execution import load
 from tests.support.quantized import bits, config_of, loaded, require_equal, tensors_of, write
 from tests.support.quantized_cases import CASES
+from tests.support.referenced import require_as_the_reference
 from weightcached.loader.schemes.kv_cache import kv_scales
 from weightcached.loader.schemes.linear import KvScale
 from weightcached.protocol.errors import ShapeMismatch, UnexpectedTensor, UnsupportedModel
@@ -46,6 +47,7 @@ def test_every_spelling_becomes_the_engine_s_parameter(tmp_path, spelling):
     assert got.keys() == {f"{AT}.attn.{kind}_scale" for kind in SPELLINGS[spelling]}
     for name, tensor in got.items():
         require_equal(tensor, tensors[spelling], name)
+    require_as_the_reference(tmp_path, tp_size=2, tp_rank=1)
 
 
 @pytest.mark.parametrize("stored", [(), (1,)])
@@ -64,6 +66,7 @@ def test_the_engine_s_shape_and_dtype_whatever_the_file_s(tmp_path, quantization
     tensors = tensors_of(config, scheme) | {name: bits(name, stored, "BF16")}
     made = load(write(tmp_path, tensors, config), layout="fused", tp_size=1, tp_rank=0, dtype="float16")
     require_equal(loaded(made)[f"{AT}.attn.k_scale"], tensors[name].to(dtype).reshape(held), name)
+    require_as_the_reference(tmp_path, dtype="float16")
 
 
 def test_a_scale_of_another_shape_is_named(tmp_path):

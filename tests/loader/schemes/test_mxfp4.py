@@ -1,16 +1,17 @@
 """MXFP4: GPT-OSS's stacked experts in blocks of 32, cut by whole blocks; attention and router stay plain."""
 
 import pytest
-import torch
 
 from tests.support import expert_models
 from tests.support.execution import load
-from tests.support.quantized import bits, loaded, require_equal, without, write
+from tests.support.quantized import bits, without, write
+from tests.support.referenced import require_as_the_reference
 from weightcached.protocol.errors import MissingTensor, ShapeMismatch, UnsupportedModel
 
 AT = "model.layers.0.mlp.experts"
 HELD = f"{AT}.routed_experts"
 EXPERTS = 5
+NAMES = {"w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"}
 
 
 @pytest.fixture
@@ -29,45 +30,19 @@ def checkpoint(tmp_path):
     return write(tmp_path, tensors, config), config, tensors
 
 
-def reference(tensors, here, rank, size):
-    blocks, scales = tensors[f"{AT}.gate_up_proj_blocks"][here], tensors[f"{AT}.gate_up_proj_scales"][here]
-    down, down_scales = tensors[f"{AT}.down_proj_blocks"][here], tensors[f"{AT}.down_proj_scales"][here]
-    return {
-        f"{HELD}.w13_weight": blocks.flatten(2).chunk(size, dim=1)[rank],
-        f"{HELD}.w13_weight_scale": scales.chunk(size, dim=1)[rank],
-        f"{HELD}.w2_weight": down.chunk(size, dim=2)[rank].flatten(2),
-        f"{HELD}.w2_weight_scale": down_scales.chunk(size, dim=2)[rank],
-        f"{HELD}.w13_bias": tensors[f"{AT}.gate_up_proj_bias"][here].chunk(size, dim=1)[rank],
-        f"{HELD}.w2_bias": tensors[f"{AT}.down_proj_bias"][here] * (1 if rank == 0 else 0),
-    }
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_that_share_every_expert(checkpoint, size):
-    directory, _, tensors = checkpoint
+    directory, _, _ = checkpoint
     for rank in range(size):
-        got = loaded(load(directory, layout="fused", tp_size=size, tp_rank=rank))
-        wanted = reference(tensors, slice(None), rank, size)
-        assert {name for name in got if name.startswith(HELD)} == wanted.keys()
-        for name, tensor in wanted.items():
-            require_equal(got[name], tensor, f"{name} of rank {rank} of {size}")
-        rows = tensors["model.layers.0.self_attn.q_proj.weight"].chunk(size)[rank]
-        require_equal(got["model.layers.0.attn.qkv_proj.weight"][: len(rows)], rows, "queries")
+        held = require_as_the_reference(directory, tp_size=size, tp_rank=rank).rows
+        assert {name.removeprefix(f"{HELD}.") for name in held if name.startswith(HELD)} == NAMES
 
 
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 def test_ranks_that_hold_some_experts(checkpoint, placement):
-    directory, _, tensors = checkpoint
+    directory, _, _ = checkpoint
     for rank in range(2):
-        here = (
-            torch.arange(EXPERTS)[rank::2]
-            if placement == "round_robin"
-            else torch.arange(EXPERTS).tensor_split(2)[rank]
-        )
-        options = {"ep_size": 2, "ep_rank": rank, "expert_placement": placement}
-        got = loaded(load(directory, layout="fused", tp_size=1, tp_rank=0, **options))
-        for name, tensor in reference(tensors, here, 0, 1).items():
-            require_equal(got[name], tensor, f"{name} with {options}")
+        require_as_the_reference(directory, ep_size=2, ep_rank=rank, expert_placement=placement)
 
 
 def test_other_stages_blocks_are_ignored_with_the_reason(checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: every rank of every scheme against plain slicing of whole tensors."""
+"""Checkpoints that are quantized already: every rank of every scheme against the naive reference."""
 
 import re
 
@@ -11,15 +11,14 @@ from tests.support.quantized import (
     Stored,
     bits,
     config_of,
-    held,
     loaded,
     require_equal,
-    require_held,
     tensors_of,
     without,
     write,
 )
 from tests.support.quantized_cases import CASES, CHANNEL, FP8, INT8, PACKED, compressed, gptq, weights
+from tests.support.referenced import require_as_the_reference, require_every_rank_as_the_reference
 from weightcached.protocol.errors import (
     CheckpointError,
     MissingTensor,
@@ -35,8 +34,13 @@ from weightcached.protocol.errors import (
 def test_every_rank_holds_its_share_of_every_tensor(tmp_path, case, size):
     quantization, scheme = CASES[case]
     config = config_of(quantization)
-    tensors = tensors_of(config, scheme)
-    require_held(write(tmp_path, tensors, config), tensors, scheme, size)
+    directory = write(tmp_path, tensors_of(config, scheme), config)
+    for rank in range(size):
+        held = require_as_the_reference(directory, tp_size=size, tp_rank=rank).rows
+        linear = {
+            f"model.layers.{n}.{layer}.{one.suffix}" for n in (0, 1) for layer in FUSED for one in scheme if one.needed
+        }
+        assert {name for name in held if any(f".{layer}." in name for layer in FUSED)} == linear
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,7 +50,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path, case):
     config = config_of(quantization, num_hidden_layers=1)
     tensors = tensors_of(config, scheme)
     for stored in scheme:
-        if stored.fused == "nothing":
+        if not stored.needed:
             continue
         name = f"model.layers.0.mlp.up_proj.{stored.suffix}"
         with pytest.raises(MissingTensor) as caught:
@@ -60,7 +64,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path, case):
     config = config_of(quantization, num_hidden_layers=1)
     tensors = tensors_of(config, scheme)
     for stored in scheme:
-        if stored.fused == "nothing":
+        if not stored.needed:
             continue
         name = f"model.layers.0.mlp.up_proj.{stored.suffix}"
         wrong = bits(name, (*tensors[name].shape[:-1], 3), stored.code)
@@ -94,12 +98,13 @@ def test_what_is_left_out_is_accounted_for(tmp_path):
 def test_blocks_may_be_short_where_the_matrix_ends(tmp_path):
     """Hidden size 36: the last block of q, k, v, gate and up has four columns, that of o and down four rows."""
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
-    scale = Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // 8), -(-i // 8)), 0, 1)
+    scale = Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // 8), -(-i // 8)), 0)
     config = config_of(quantization, hidden_size=36)
     tensors = tensors_of(config, (FP8, scale))
     assert tensors["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (8, 5)
+    directory = write(tmp_path, tensors, config)
     for size in (1, 2):
-        require_held(write(tmp_path / str(size), tensors, config), tensors, (FP8, scale), size)
+        require_every_rank_as_the_reference(directory, size=size)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +116,14 @@ def test_blocks_may_be_short_where_the_matrix_ends(tmp_path):
         ("awq", {"intermediate_size": 80}, 4, "mlp.gate_proj", "packed integer"),
         ("gptq", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
         ("int4, groups", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
+        ("compressed-tensors fp8, blocks", {"intermediate_size": 48}, 4, "mlp.gate_proj", "block"),
+        ("int4, groups with zero points", {"head_dim": 4, "hidden_size": 64}, 2, "self_attn.k_proj", "packed integer"),
+        ("int8 packed, groups", {"intermediate_size": 32}, 4, "mlp.down_proj", "group"),
     ],
 )
 def test_a_share_that_does_not_align_is_refused_on_every_rank(tmp_path, case, sizes, size, layer, unit):
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-    inverse = Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // 32), -(-i // 32)), 0, 1)
+    inverse = Stored("weight_scale_inv", "F32", lambda o, i: (-(-o // 32), -(-i // 32)), 0)
     quantization, scheme = CASES.get(case, (blocks, (FP8, inverse)))
     config = config_of(quantization, **sizes)
     directory = write(tmp_path, tensors_of(config, scheme), config)
@@ -145,14 +153,9 @@ def test_modules_that_are_not_quantized_stay_plain(tmp_path, case, changes):
     quantization, scheme = CASES[case]
     config = config_of({**quantization, **changes})
     tensors = tensors_of(config, scheme, plain=["down_proj"])
-    outcome = load(write(tmp_path, tensors, config), layout="fused", tp_size=2, tp_rank=1)
-    got = loaded(outcome)
-    plain = tensors["model.layers.1.mlp.down_proj.weight"][:, 32:]
-    require_equal(got["model.layers.1.mlp.down_proj.weight"], plain, "down_proj")
-    require_equal(got["lm_head.weight"][:36], tensors["lm_head.weight"][64:], "lm_head")
-    stored = scheme[0]
-    wanted = held(tensors, stored, "model.layers.1.self_attn.qkv_proj", 1, 2)
-    require_equal(got[f"model.layers.1.self_attn.qkv_proj.{stored.suffix}"], wanted, "qkv_proj")
+    held = require_as_the_reference(write(tmp_path, tensors, config), tp_size=2, tp_rank=1).rows
+    assert held["model.layers.1.mlp.down_proj.weight"].dtype == "bfloat16"
+    assert f"model.layers.1.self_attn.qkv_proj.{scheme[-1].suffix if scheme[-1].needed else scheme[-2].suffix}" in held
 
 
 def test_a_plain_module_that_settings_call_quantized_and_the_reverse(tmp_path):
@@ -194,13 +197,9 @@ def test_groups_of_modules_with_schemes_of_their_own(tmp_path):
     packed = tensors_of(config, PACKED)
     tensors = {name: tensor for name, tensor in mixed.items() if "down_proj" not in name}
     tensors |= {name: tensor for name, tensor in packed.items() if "down_proj" in name}
-    got = loaded(load(write(tmp_path, tensors, config), layout="fused", tp_size=2, tp_rank=1))
-    for layer, scheme in (
-        ("model.layers.0.mlp.down_proj", PACKED),
-        ("model.layers.0.mlp.gate_up_proj", (INT8, CHANNEL)),
-    ):
-        for stored in scheme:
-            require_equal(got[f"{layer}.{stored.suffix}"], held(tensors, stored, layer, 1, 2), layer)
+    held = require_as_the_reference(write(tmp_path, tensors, config), tp_size=2, tp_rank=1).rows
+    for layer, scheme in (("down_proj", PACKED), ("gate_up_proj", (INT8, CHANNEL))):
+        assert {f"model.layers.0.mlp.{layer}.{one.suffix}" for one in scheme} <= held.keys()
 
 
 def test_scales_take_the_dtype_that_is_asked_for_and_integers_stay(tmp_path):
@@ -298,7 +297,7 @@ def test_a_scale_too_large_for_the_dtype_that_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("case", ["fp8, static inputs", "fp8, blocks", "awq", "gptq, activation order", "int4, groups"])
 def test_parts_that_are_one_tensor_on_disk_are_cut_each_on_its_own(tmp_path, case):
-    """Phi-3: as Llama's, once its fused tensors are split by the sizes of the whole; a scalar is every part's."""
+    """Phi-3: as Llama's, once its fused tensors are split by the sizes of the whole."""
     quantization, scheme = CASES[case]
     config = config_of(quantization, architecture="Phi3ForCausalLM", num_hidden_layers=1)
     apart, at = tensors_of(config, scheme), "model.layers.0"
@@ -308,11 +307,24 @@ def test_parts_that_are_one_tensor_on_disk_are_cut_each_on_its_own(tmp_path, cas
             names = [f"{at}.{part}.{stored.suffix}" for part in FUSED[layer]]
             whole = apart[names[-1]] if stored.outputs is None else torch.cat([apart[n] for n in names], stored.outputs)
             fused[f"{at}.{layer}.{stored.suffix}"] = whole
-            apart |= dict.fromkeys(names, whole) if stored.outputs is None else {}
     directory = write(tmp_path, fused, config)
-    for rank in range(2):
-        got = loaded(load(directory, layout="fused", tp_size=2, tp_rank=rank))
-        for layer in FUSED:
-            for stored in scheme:
-                name = f"{at}.{layer}.{stored.suffix}"
-                require_equal(got[name], held(apart, stored, f"{at}.{layer}", rank, 2), name)
+    for size in (1, 2, 4):
+        require_every_rank_as_the_reference(directory, size=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_scale_of_parts_that_are_one_tensor_on_disk_is_each_part_s(tmp_path, size):
+    """As many slots as the engine has, whether the parts' rows are read at once (alone, all are) or not."""
+    quantization, scheme = CASES["fp8, static inputs"]
+    config = config_of(quantization, architecture="Phi3ForCausalLM", num_hidden_layers=1, num_key_value_heads=1)
+    apart, at = tensors_of(config, scheme), "model.layers.0"
+    fused = {name: tensor for name, tensor in apart.items() if not re.search(r"\.(q|k|v|gate|up)_proj\.", name)}
+    for layer, rows in (("self_attn.qkv_proj", 64 + 16 + 16), ("mlp.gate_up_proj", 2 * 64)):
+        for stored in scheme:
+            name = f"{at}.{layer}.{stored.suffix}"
+            fused[name] = bits(name, stored.shape(rows, 64), stored.code)
+    directory = write(tmp_path, fused, config)
+    for rank in range(size):
+        held = require_as_the_reference(directory, tp_size=size, tp_rank=rank).rows
+        for layer, slots in (("self_attn.qkv_proj", 3), ("mlp.gate_up_proj", 2), ("mlp.down_proj", 1)):
+            assert held[f"{at}.{layer}.weight_scale"].shape == held[f"{at}.{layer}.input_scale"].shape == (slots,)

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from weightcached.client.engine.timing import Stages, process_age_s
+from weightcached.client.timing import Stages, process_age_s
 
 
 def test_a_process_knows_its_age() -> None:
-    program = "import time; from weightcached.client.engine.timing import process_age_s as a; print(a(), time.time())"
+    program = "import time; from weightcached.client.timing import process_age_s as a; print(a(), time.time())"
     before = time.time()
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     age, at = map(float, said)

@@ -12,14 +12,13 @@ import select
 import socket
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 
-from weightcached.client.engine.options import EngineOptions, serve_command
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonNotReady, DeploymentError
 from weightcached.protocol.peers import peer_of
-from weightcached.protocol.places import Place, host_device, runtime_directory
+from weightcached.protocol.places import Place
 from weightcached.protocol.processes import python_command
 
 STOP_TIMEOUT_S = 30.0
@@ -32,10 +31,12 @@ class OwnedDaemon:
     Made in the main thread, because the kernel ends the daemon when the *thread* that started it ends.
     """
 
-    def __init__(self, options: EngineOptions, model_dir: Path) -> None:
-        """Starts the process; :meth:`wait_bound` says whether it came up. Its log goes to our standard error."""
-        self.place = Place(runtime_directory(options.runtime_dir), options.name, host_device(tp_size=1, tp_rank=0))
-        command = python_command("weightcached.daemon", *serve_command(options, model_dir))
+    def __init__(self, place: Place, serve: Sequence[str]) -> None:
+        """Starts `weightcached` with the arguments ``serve``, which name ``place``; :meth:`wait_bound` says whether it
+        came up. Its log goes to our standard error.
+        """
+        self.place = place
+        command = python_command("weightcached.daemon", *serve)
         command += ["--parent-pid", str(os.getpid())]
         # In a process group of its own: Ctrl-C is for the engine, which ends the daemon in order.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0)
@@ -61,13 +62,13 @@ class OwnedDaemon:
                         found=f"exit status {self._process.wait()}",
                         where=self.place.socket_path,
                         next_step="its log, above, has the reason; where another daemon serves this place already, "
-                        "use --weight-cache-mode client",
+                        "use mode client",
                     )
                 if deadline.passed:
                     raise DaemonNotReady(
                         "the daemon that this engine started has not bound its socket in time",
                         where=self.place.socket_path,
-                        next_step="allow more time with --timeout",
+                        next_step="allow more time (timeout_s, --timeout)",
                     )
         finally:
             os.close(pidfd)

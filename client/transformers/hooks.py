@@ -1,0 +1,151 @@
+"""What is put in the place of two functions of Transformers while a block of :func:`reading` runs, and put back after.
+
+They are where ``from_pretrained`` asks for a checkpoint's files, and where it reads them into the module. Everything
+else of a load stays Transformers' own: names and their conversion, prefixes of base models, tied and missing weights,
+buffers, the generation config. Knows nothing of daemons: a :class:`Reader` says what happens instead.
+
+Calls of other threads, and those outside a block, go through unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from weightcached.protocol.errors import UnsupportedModel
+
+FIND = "_get_resolved_checkpoint_files"
+"""A function of ``transformers.modeling_utils``: the files of a checkpoint, downloaded where they have to be."""
+LOAD = "_load_pretrained_model"
+"""A method of ``PreTrainedModel``: files, or a state dict, into a module whose parameters are on the meta device."""
+
+_FIND_TAKES = frozenset({"pretrained_model_name_or_path", "variant", "gguf_file", "use_safetensors"})
+_LOAD_TAKES = frozenset({"model", "state_dict", "checkpoint_files", "load_config"})
+
+Found = tuple[list[str] | None, dict[str, Any] | None]
+"""What the first function answers: names of files, and what their index says beside its table of names."""
+
+
+class Reader(Protocol):
+    """What is done instead, by the thread that entered the block."""
+
+    def find(self, asked: Mapping[str, Any], ask: Callable[[], Found]) -> Found:
+        """Instead of looking for files: ``asked`` are the arguments, ``ask`` is the function itself."""
+
+    def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
+        """Instead of reading them: ``load`` is the function itself, with the arguments as ``call`` has them by then."""
+
+
+class _Readers(threading.local):
+    """Those of this thread's blocks, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Reader] = []
+
+
+_readers = _Readers()
+_lock = threading.Lock()
+_blocks = 0
+_undo: Callable[[], None] | None = None
+
+
+@contextmanager
+def reading(reader: Reader) -> Iterator[None]:
+    """In this block, and by this thread, what Transformers loads is found and read by ``reader``.
+
+    Raises UnsupportedModel where this release of Transformers has not got these functions.
+    """
+    _enter()
+    try:
+        _readers.stack.append(reader)
+        try:
+            yield
+        finally:
+            _readers.stack.pop()
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _blocks, _undo
+    with _lock:
+        if _blocks == 0:
+            _undo = _install()
+        _blocks += 1
+
+
+def _leave() -> None:
+    global _blocks, _undo
+    with _lock:
+        _blocks -= 1
+        if _blocks == 0 and _undo is not None:
+            _undo()
+            _undo = None
+
+
+def _install() -> Callable[[], None]:
+    """Puts both in place; returns what undoes it."""
+    from transformers import modeling_utils
+
+    model_class = modeling_utils.PreTrainedModel
+    find: Callable[..., Found] = _required(modeling_utils, FIND, _FIND_TAKES)
+    load = inspect.getattr_static(model_class, LOAD, None)  # a class method in some releases, a static one in others
+    function: Callable[..., Any] = _required(model_class, LOAD, _LOAD_TAKES, getattr(load, "__func__", None))
+    found, loaded = _finding(find), type(load)(_loading(function))
+    setattr(modeling_utils, FIND, found)
+    setattr(model_class, LOAD, loaded)
+
+    def undo() -> None:
+        # Whoever has put something of their own over ours meanwhile keeps it: ours, below it, lets everything through.
+        if getattr(modeling_utils, FIND) is found:
+            setattr(modeling_utils, FIND, find)
+        if inspect.getattr_static(model_class, LOAD) is loaded:
+            setattr(model_class, LOAD, load)
+
+    return undo
+
+
+def _required(owner: Any, name: str, takes: frozenset[str], function: Any = None) -> Callable[..., Any]:
+    import transformers
+
+    function = function or getattr(owner, name, None)
+    lacking = takes if not callable(function) else takes - inspect.signature(function).parameters.keys()
+    if lacking:
+        raise UnsupportedModel(
+            "this release of Transformers loads checkpoints in a way that this release does not know",
+            expected=f"{owner.__name__}.{name} with {', '.join(sorted(takes))}",
+            found=f"Transformers {transformers.__version__}, without {', '.join(sorted(lacking))}",
+            next_step="install another release of Transformers, or of weightcached",
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _finding(original: Callable[..., Found]) -> Callable[..., Found]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def find(*args: Any, **kwargs: Any) -> Found:
+        if not _readers.stack:
+            return original(*args, **kwargs)
+        asked = signature.bind(*args, **kwargs)
+        asked.apply_defaults()
+        return _readers.stack[-1].find(asked.arguments, lambda: original(*args, **kwargs))
+
+    return find
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if not _readers.stack:
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        return _readers.stack[-1].load(call, lambda: original(*call.args, **call.kwargs))
+
+    return load

@@ -1,0 +1,8 @@
+"""vLLM with weights from the daemon: load format `weightcached`, and `weightcached launch`. See README.md here.
+
+Modules: `plugin` (what vLLM finds by its entry point), `loader` (the order of a start), `options` (what was asked for),
+`obtain` (weights of this rank, or the finding that none are cached), `ranks` (this worker's place among vLLM's ranks),
+`agreement` (all ranks compare what they have), `in_place` (binding, and post-processing that leaves parameters where
+they are), `report` (what a start did, in one line), `launch` (the command). vLLM and torch are imported in functions,
+or by modules that vLLM alone imports.
+"""

@@ -1,0 +1,130 @@
+"""A model of vLLM with its parameters in mapped memory, before and after vLLM's own post-processing.
+
+Owns binding into a module as vLLM builds it, and what keeps post-processing from copying: on a CPU vLLM packs the
+weight of each linear layer for its kernels, into memory of its own, and empties the parameter. For parameters that are
+mapped this is left out, and the layer multiplies with the mapped matrix itself. What post-processing has to make anew
+(experts and quantized layers in a kernel's order) is private memory: it is counted here, and said.
+
+The module is built on the CPU, not on the meta device: its buffers and the initial values of what no checkpoint has are
+needed, and an ``empty`` parameter takes no memory until somebody writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightcached.client.bind import BindReport, bind
+from weightcached.client.weights import WeightSet
+from weightcached.protocol.errors import BindError, UnsupportedModel
+from weightcached.protocol.text import folded
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_servable(model: torch.nn.Module, device: torch.device) -> None:
+    """Raises UnsupportedModel, by name, for what cannot have its parameters from a daemon."""
+    if device.type != "cpu":
+        raise UnsupportedModel(
+            "this release keeps weights in host memory",
+            expected="vLLM on a CPU",
+            found=f"vLLM on {device.type}",
+            next_step="use weight_cache_mode 'off' on this device",
+        )
+    methods = {type(module.quant_method).__name__ for module in model.modules() if _quantizes_while_loading(module)}
+    if methods:
+        raise UnsupportedModel(
+            "vLLM is told to quantize this model while it loads it, and with the cache it loads nothing",
+            found=", ".join(sorted(methods)),
+            next_step="leave --quantization out, or use weight_cache_mode 'off'",
+        )
+
+
+def _quantizes_while_loading(module: Any) -> bool:
+    return bool(getattr(getattr(module, "quant_method", None), "uses_meta_device", False))
+
+
+def bind_in_place(model: torch.nn.Module, weights: WeightSet, *, computed: torch.dtype) -> BindReport:
+    """Map every parameter of ``model``, each staying the object that vLLM made, with its class and attributes.
+
+    Scales of attention caches that the checkpoint does not have stay what vLLM starts from. Raises BindError.
+    """
+    try:
+        return bind(model, weights, keep_missing=_scales_of_caches(model))
+    except BindError as error:
+        raise BindError(
+            error.message,
+            expected=error.expected,
+            found=error.found,
+            where=error.where,
+            next_step=f"vLLM computes in {computed}: where dtypes differ, serve with that --dtype and give the loader "
+            'the same "dtype"; where names differ, this vLLM and the layout are of different versions',
+        ) from error
+
+
+def _scales_of_caches(model: torch.nn.Module) -> set[str]:
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    return {
+        f"{owner}.{name}"
+        for owner, module in model.named_modules(remove_duplicate=False)
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """vLLM's post-processing in this block leaves matrices that are mapped where they are.
+
+    vLLM looks up the function that packs whenever it packs; in this block it finds one that asks first. Its own switch
+    (``_cpu_skip_gemm_dispatch``) does the same for linear layers, but not for embeddings and heads.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    packing = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            packing(layer, remove_weight=remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packing
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Where a model's parameters are. Bytes of tied ones are counted once."""
+
+    nbytes_shared: int
+    shared: int
+    private: dict[str, int]
+    """Parameters that are not in mapped memory: name, with ``*`` for numbers, to bytes in all layers."""
+
+    @property
+    def nbytes_private(self) -> int:
+        return sum(self.private.values())
+
+
+def sharing_of(model: torch.nn.Module, weights: WeightSet) -> Sharing:
+    """Look at every parameter of ``model`` as it is now."""
+    mapped = {tensor.untyped_storage().data_ptr() for tensor in weights.values() if tensor.nbytes}
+    shared: dict[tuple[int, int], int] = {}
+    private: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.nbytes:
+            continue
+        if parameter.untyped_storage().data_ptr() in mapped:
+            shared[parameter.data_ptr(), parameter.nbytes] = parameter.nbytes
+        else:
+            private[folded(name)] = private.get(folded(name), 0) + parameter.nbytes
+    return Sharing(sum(shared.values()), len(shared), private)

@@ -1,0 +1,174 @@
+"""`weightcached launch`: an engine's own command, with the arguments that give it its weights from the daemon.
+
+Owns the command line, which commands it understands, and what it adds to them. It becomes the engine (exec): signals,
+exit status and output are the engine's. What it does not understand it refuses, saying what to write instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from weightcached.client.vllm.options import LOAD_FORMAT, LoaderOptions, Mode, parse
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
+from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
+from weightcached.protocol.quantization import SPELLINGS
+
+_MODULE = "vllm.entrypoints.openai.api_server"
+_UNDERSTOOD = f"`vllm serve MODEL …` or `python -m {_MODULE} --model MODEL …`"
+_EXIT_CODES = """\
+exit codes:
+   64  bad options, or a command that this one does not understand
+  127  there is no such program
+  else those of the engine, which takes this process's place
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Becomes the engine, and so returns only when it cannot: the exit status then."""
+    ours, separator, command = _split(argv)
+    given = _parser().parse_args(ours)
+    try:
+        if not separator or not command:
+            raise InvalidOption("there is no engine to start", expected=f"after `--`: {_UNDERSTOOD}", found="nothing")
+        engine = with_cache(command, _options(given))
+    except InvalidOption as error:
+        print(f"weightcached launch: {error}", file=sys.stderr)
+        return USAGE_EXIT
+    print(f"weightcached launch: {shlex.join(engine)}", file=sys.stderr, flush=True)
+    try:
+        os.execvp(engine[0], engine)  # noqa: S606  # this is what the command is for
+    except OSError as error:
+        print(f"weightcached launch: {engine[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    words = list(argv)
+    if "--" not in words:
+        return words, False, []
+    at = words.index("--")
+    return words[:at], True, words[at + 1 :]
+
+
+def with_cache(command: Sequence[str], options: dict[str, Any]) -> list[str]:
+    """``command`` with load format and options of the loader as its last options. Raises InvalidOption, saying what to
+    write instead.
+    """
+    parse(options)
+    added = ["--load-format", LOAD_FORMAT, "--model-loader-extra-config", json.dumps(options)]
+    if not _understood(command):
+        raise InvalidOption(
+            "this is not a command that `launch` understands",
+            expected=_UNDERSTOOD,
+            found=shlex.join(command),
+            next_step=f"add to your own command, where vLLM's arguments stand: {shlex.join(added)}",
+        )
+    stated = _stated(command, "load-format")
+    if stated not in (None, LOAD_FORMAT):
+        raise InvalidOption(
+            "the command has a load format already",
+            expected=f"none, or {LOAD_FORMAT}",
+            found=f"--load-format {stated}",
+            next_step="leave it out, or leave `weightcached launch` out",
+        )
+    if _stated(command, "model-loader-extra-config") is not None:
+        raise InvalidOption(
+            "the command has options for the loader already",
+            found="--model-loader-extra-config",
+            next_step="give all of them to `weightcached launch`, or all of them to the engine",
+        )
+    end = list(command).index("--") if "--" in command else len(command)
+    return [*command[:end], *(added if stated is None else added[2:]), *command[end:]]
+
+
+def _understood(command: Sequence[str]) -> bool:
+    program = os.path.basename(command[0])
+    if program == "vllm":
+        return command[1:2] == ["serve"]
+    python = re.fullmatch(r"python[0-9.]*", program) is not None
+    return python and "-m" in command and command[command.index("-m") + 1 :][:1] == [_MODULE]
+
+
+def _stated(command: Sequence[str], option: str) -> str | None:
+    """What ``command`` says for ``--option``, in any way that vLLM takes (``_`` for ``-``, ``=``, ``.key``); the last
+    one counts."""
+    found = None
+    for position, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if name.partition(".")[0].replace("_", "-") == f"--{option}":
+            found = value if equals else next(iter(command[position + 1 :]), "")
+    return found
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """The loader's options that were stated; what was not is left to the loader."""
+    stated = {
+        "weight_cache_mode": given.mode,
+        "name": given.name,
+        "runtime_dir": given.runtime_dir,
+        "draft_name": given.draft_name,
+        "dtype": given.dtype,
+        "quantization": given.quantization,
+        "want": given.want,
+        "digest": given.digest,
+        "timeout_s": given.timeout_s,
+        "wait_for_daemon_s": given.wait_for_daemon_s,
+        "on_stale": given.on_stale,
+        "allow_uids": given.allow_uid or None,
+        "allow_gids": given.allow_gid or None,
+    }
+    return {key: value for key, value in stated.items() if value is not None}
+
+
+def _parser() -> Parser:
+    defaults = LoaderOptions()
+    parser = Parser(
+        prog="weightcached launch",
+        description="Start an engine with its weights from the daemon: weightcached launch [options] -- COMMAND\n"
+        f"The command is {_UNDERSTOOD}.",
+        epilog=_EXIT_CODES,
+    )
+    add = parser.add_argument
+    add(
+        "--weight-cache-mode",
+        dest="mode",
+        choices=get_args(Mode),
+        default="client",
+        help="off: vLLM loads from disk itself; client: from the daemon, from disk where there is no socket; require: "
+        "from the daemon or not at all; daemon: each worker starts its rank's daemon, which ends with it "
+        "(default: %(default)s)",
+    )
+    add_place_arguments(parser, name=NAME_OF_ONE)
+    add("--draft-name", metavar="NAME", help="the name of a speculative draft model's daemon (default: vLLM loads it)")
+    add("--dtype", choices=get_args(LoaderOptions.model_fields["dtype"].annotation), help="what the daemon was told")
+    add("--quantization", metavar="METHOD", help=f"what the daemon was told: {SPELLINGS}")
+    add("--want", metavar="WHAT", help="checkpoint, current, or a version (default: checkpoint)")
+    add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
+    add(
+        "--timeout",
+        dest="timeout_s",
+        type=seconds,
+        metavar="S",
+        help=f"for the weights, in all (default: {defaults.timeout_s:.0f})",
+    )
+    add(
+        "--wait-for-daemon",
+        dest="wait_for_daemon_s",
+        type=seconds,
+        metavar="S",
+        help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
+    )
+    add(
+        "--on-stale",
+        choices=("keep", "exit"),
+        help="when the daemon was started anew and serves other weights: keep those at hand, or exit (default: keep)",
+    )
+    return parser

@@ -1,0 +1,57 @@
+"""What the start of an engine did, for its log and for whoever measures: one line, one value.
+
+Owns :class:`LoadReport`; the loader makes it and leaves it on the model as ``model.weightcached``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weightcached.protocol.text import binary_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """One rank's start. ``seconds`` are by stage, in their order."""
+
+    source: Literal["daemon", "disk"]
+    """``disk``: vLLM's own loader, in mode ``off`` or because no daemon's socket was there."""
+    place: str
+    version: str | None = None
+    generation: str | None = None
+    nbytes_shared: int = 0
+    """Of parameters that lie in mapped memory."""
+    nbytes_private: int = 0
+    """By how much the process's own memory (RssAnon) has grown."""
+    private: Mapping[str, int] = field(default_factory=dict)
+    """Parameters that are not mapped, after post-processing: name, with ``*`` for numbers, to bytes."""
+    seconds: Mapping[str, float]
+
+    def log(self, logger: logging.Logger) -> None:
+        """One line, and a warning where parameters are not shared."""
+        logger.info("%s", self.line())
+        if self.private:
+            logger.warning(
+                "post-processing has made parameters anew, which is memory of this engine alone: %s",
+                ", ".join(f"{name} ({binary_size(nbytes)})" for name, nbytes in self.private.items()),
+            )
+
+    def line(self) -> str:
+        """``weights of default/host-tp0of1: source daemon, version …``"""
+        seconds = ", ".join(f"{stage} {value:.3f}" for stage, value in self.seconds.items())
+        copied = f" ({binary_size(sum(self.private.values()))} of parameters)" if self.private else ""
+        return (
+            f"weights of {self.place}: source {self.source}, version {self.version or 'unknown'}, "
+            f"{binary_size(self.nbytes_shared)} shared, {binary_size(self.nbytes_private)} private{copied}; "
+            f"seconds: {seconds}"
+        )
+
+
+def own_memory_nbytes() -> int:
+    """This process's own memory (RssAnon), in bytes."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        line = next(line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,228 @@
+"""An engine as the source of a segment: its adapter builds this rank's state, which is then copied and digested.
+
+Owns the order: receipts of the files, the key once more, build, receipts again, copy. Peak memory is what the engine
+needs to build, then the state twice: the keeper admits the copy when the engine's own is there already. Speaks to
+nobody; `worker.py` asks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from weightcached.loader.engines.state import PlacedTensor, place_state
+from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files
+from weightcached.protocol.engine_key import EngineKey
+from weightcached.protocol.engines import Built, EngineRequest, Progress, engine_key, find_adapter
+from weightcached.protocol.errors import EngineFailed, InsufficientMemory, WeightCacheError
+from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, encode_manifest
+from weightcached.protocol.memory import host
+
+COPY_THREADS_MAX = 4
+PROGRESS_EVERY_S = 0.1
+
+
+class EngineState:
+    """What an engine built, while it lies in this process. Made by :func:`build_state`."""
+
+    def __init__(
+        self, config: CacheConfig, built: Built, *, receipts: Receipts, files_nbytes: int, build_s: float
+    ) -> None:
+        self._config = config
+        self._built = built
+        self._seconds = {"build": build_s}
+        self._state = place_state(built)
+        self.receipts = receipts
+        self.files_nbytes = files_nbytes
+        """Of the checkpoint's weights. The engine reads them by itself, and perhaps not all of them."""
+
+    @property
+    def segment_nbytes(self) -> int:
+        return self._state.segment_nbytes
+
+    @property
+    def content_nbytes(self) -> int:
+        """Bytes of all tensors, each place once."""
+        return sum(one.nbytes for one in self._state.placed if one.alias_of is None)
+
+    def copy(self, segment: int, progress: Callable[[int, int], None]) -> tuple[Callable[..., bytes], dict[str, float]]:
+        """Copy every tensor to its place in ``segment``, a writable descriptor, and digest what lies there. Blocks.
+
+        Returns what encodes the manifest, and the seconds of each stage. Nothing is mapped afterwards.
+        """
+        started_s = time.perf_counter()
+        places = [one for one in self._state.placed if one.alias_of is None]
+        with closing(host.map_shared(segment, nbytes=self.segment_nbytes)) as mapping:
+            digests = _copied(places, mapping.view(), progress)
+        seconds = self._seconds | {"copy": time.perf_counter() - started_s}
+        rows = tuple(_row(one, digests[one.alias_of or one.name]) for one in self._state.placed)
+        return partial(self._encode, rows, seconds), seconds
+
+    def _encode(
+        self,
+        rows: Sequence[Row],
+        seconds: dict[str, float],
+        *,
+        generation: str,
+        version: str,
+        receipts_version: str,
+        digest: str | None,
+    ) -> bytes:
+        meta = ManifestMeta(
+            generation=generation,
+            version=version,
+            receipts_version=receipts_version,
+            fingerprint=self._config.fingerprint,
+            config=self._config.model_dump(),
+            digest=digest,
+            segments_nbytes=(self.segment_nbytes,),
+            bytes_read=self.files_nbytes,
+            bytes_kept=self.content_nbytes,
+            seconds=seconds,
+            scalars=dict(self._built.scalars),
+        )
+        return encode_manifest(meta, rows, NameAccounting())
+
+
+def build_state(
+    model_dir: str,
+    config: CacheConfig,
+    arguments: Sequence[str],
+    *,
+    also_trusted: Collection[str],
+    progress: Progress,
+) -> EngineState:
+    """Have the engine that ``config.layout`` names build its state, from files that are the same before and after.
+
+    Raises CheckpointChanged, EngineFailed with the engine's own words, InsufficientMemory, UnsupportedModel naming
+    what cannot be shared, and what opening the checkpoint raises.
+    """
+    request = EngineRequest(
+        model_dir=Path(model_dir), parallel=config.parallel, dtype=config.dtype, arguments=tuple(arguments)
+    )
+    before, files_nbytes = _receipts(model_dir, also_trusted)
+    _require_same_key(engine_key(config.layout, request), config)
+    started_s = time.perf_counter()
+    with engine_errors(config.layout):
+        built = find_adapter(config.layout).build(request, progress)
+    build_s = time.perf_counter() - started_s
+    # From the paths anew: a file that was put in another's place is seen too, and not only one that was written to.
+    before.require_same(_receipts(model_dir, also_trusted)[0])
+    return EngineState(config, built, receipts=before, files_nbytes=files_nbytes, build_s=build_s)
+
+
+def _receipts(model_dir: str, also_trusted: Collection[str]) -> tuple[Receipts, int]:
+    with open_weights(weight_files(model_dir)) as weights:
+        nbytes = sum(os.fstat(fd).st_size for fd in weights.values())
+        return take_receipts(weights, also_trusted=also_trusted), nbytes
+
+
+def _require_same_key(found: EngineKey, config: CacheConfig) -> None:
+    """The key was computed by another process, a moment or a failed attempt ago."""
+    asked = EngineKey(config.layout, config.layout_revision, config.engine or {})
+    if found == asked:
+        return
+    names = sorted(
+        name
+        for name in found.entries.keys() | asked.entries.keys()
+        if found.entries.get(name) != asked.entries.get(name)
+    )
+    raise EngineFailed(
+        f"engine {config.layout} has another key than when this daemon started",
+        expected=f"revision {asked.revision}, {', '.join(f'{name} {asked.entries.get(name)!r}' for name in names)}",
+        found=f"revision {found.revision}, {', '.join(f'{name} {found.entries.get(name)!r}' for name in names)}",
+        next_step="restart the daemon: the engine, or its environment, was changed beside it",
+    )
+
+
+@contextmanager
+def engine_errors(name: str) -> Iterator[None]:
+    """Whatever the engine raises in the block becomes an error of ours with its words; its traceback is logged."""
+    try:
+        yield
+    except WeightCacheError:
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exception(error)
+        words = f"{type(error).__name__}: {error}"
+        if _is_of_memory(error):
+            raise InsufficientMemory(
+                f"engine {name} has no memory to build its state",
+                found=words,
+                next_step="free memory on this host, or raise the daemon's limits (control group, ulimit -v)",
+            ) from error
+        raise EngineFailed(
+            f"engine {name} could not build its state",
+            found=words,
+            next_step="see the daemon's log for the traceback; try the same arguments with the engine alone",
+        ) from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """torch has a class for devices' memory; for the host's it has a RuntimeError that says so."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "out of memory", "Cannot allocate memory")
+    )
+
+
+def _copied(
+    places: Sequence[PlacedTensor], segment: memoryview, progress: Callable[[int, int], None]
+) -> dict[str, bytes]:
+    """Copy, with a few threads; name → XXH3-128 of the bytes that lie there then."""
+    import torch
+
+    if not places:
+        return {}
+    total = sum(one.nbytes for one in places)
+    whole = torch.frombuffer(segment, dtype=torch.uint8) if len(segment) else torch.empty(0, dtype=torch.uint8)
+
+    def copy(one: PlacedTensor) -> bytes:
+        here = whole[one.offset : one.offset + one.nbytes]
+        if one.nbytes:
+            with torch.no_grad():
+                source = one.tensor.detach()
+                target = here.view(source.dtype).as_strided(source.shape, source.stride())
+                for axis, step in enumerate(source.stride()):
+                    if step == 0:  # an expanded axis: all its elements are one
+                        source, target = source.narrow(axis, 0, 1), target.narrow(axis, 0, 1)
+                target.copy_(source)
+        hasher = xxhash.xxh3_128()
+        hasher.update(segment[one.offset : one.offset + one.nbytes])
+        return hasher.digest()
+
+    digests, done, told_s = {}, 0, 0.0
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), COPY_THREADS_MAX)) as threads:
+        for one, digest in zip(places, threads.map(copy, places), strict=True):
+            digests[one.name] = digest
+            done += one.nbytes
+            if done == total or time.monotonic() >= told_s + PROGRESS_EVERY_S:
+                told_s = time.monotonic()
+                progress(done, total)
+    return digests
+
+
+def _row(one: PlacedTensor, digest: bytes) -> Row:
+    tensor: Any = one.tensor
+    return Row(
+        name=one.name,
+        segment=0,
+        offset=one.offset,
+        nbytes=one.nbytes,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        dtype=one.dtype,
+        digest=digest,
+        kind=one.kind,
+        persistent=one.persistent,
+        alias_of=one.alias_of,
+    )

@@ -1,0 +1,130 @@
+"""An engine's state as rows: which tensors it is, under which names, what is tied, and where each lies in a segment.
+
+Pure, but for looking at tensors' forms: copies nothing. Refuses by name what no manifest can describe. The order is
+that of the module and of the adapter's own tensors, so that the same state always has the same offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weightcached.loader.layout import aligned
+from weightcached.protocol.dtypes import DTYPES
+from weightcached.protocol.engines import Built, NamedTensor
+from weightcached.protocol.errors import UnsupportedModel
+from weightcached.protocol.manifest import Kind, extent_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One name of the state, and its place. An alias has its target's tensor and place."""
+
+    name: str
+    tensor: Any
+    """A ``torch.Tensor``."""
+    offset: int
+    nbytes: int
+    dtype: str
+    kind: Kind
+    persistent: bool
+    alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedState:
+    """Every name's place, and the segment's size (a multiple of the alignment; may be 0)."""
+
+    placed: tuple[PlacedTensor, ...]
+    segment_nbytes: int
+
+
+def place_state(built: Built) -> PlacedState:
+    """Lay what was built one tensor after the other, each aligned, tied names in one place.
+
+    Raises UnsupportedModel naming a tensor that cannot be shared, a name that stands twice, and names that share memory
+    in different forms.
+    """
+    placed: dict[str, PlacedTensor] = {}
+    first_of: dict[tuple[object, ...], PlacedTensor] = {}
+    end = 0
+    for named in _named_tensors(built):
+        name, tensor = named.name, named.tensor
+        if name in placed:
+            raise _refused(name, "a name that no other tensor has", "the name stands twice")
+        dtype = _checked_dtype(name, tensor)
+        place = _identity(tensor)
+        target = first_of.get(place)
+        if target is not None:
+            offset, nbytes, alias_of = target.offset, target.nbytes, target.name
+        else:
+            nbytes = extent_nbytes(tuple(tensor.shape), tensor.stride(), DTYPES[dtype].itemsize_bytes)
+            offset, alias_of = end, None
+            end = aligned(end + nbytes)
+        placed[name] = PlacedTensor(name, tensor, offset, nbytes, dtype, named.kind, named.persistent, alias_of)
+        first_of.setdefault(place, placed[name])
+    _require_apart(first_of.values())
+    return PlacedState(tuple(placed.values()), end)
+
+
+def _named_tensors(built: Built) -> Iterator[NamedTensor]:
+    """The module's parameters, then its buffers, then the adapter's own."""
+    module = built.module
+    if module is not None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield NamedTensor(name, parameter)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            owner, _, leaf = name.rpartition(".")
+            persistent = leaf not in module.get_submodule(owner)._non_persistent_buffers_set
+            yield NamedTensor(name, buffer, "buffer", persistent)
+    yield from built.tensors
+
+
+def _checked_dtype(name: str, tensor: Any) -> str:
+    """Our name of its dtype, if it is a tensor whose elements lie in this process's memory as its strides say."""
+    import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not isinstance(tensor, torch.Tensor):
+        raise _refused(name, "a torch.Tensor", type(tensor).__name__)
+    if is_traceable_wrapper_subclass(tensor):
+        raise _refused(name, "one dense tensor", f"{type(tensor).__name__}, which wraps others")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise _refused(name, "a dense tensor", f"layout {tensor.layout}, dtype {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise _refused(name, "a tensor in host memory", f"device {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refused(name, "elements as they lie in memory", "a conjugate or negated view")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise _refused(name, f"a dtype of {', '.join(DTYPES)}", dtype)
+    return dtype
+
+
+def _identity(tensor: Any) -> tuple[object, ...]:
+    """Equal for tensors that are the same elements in the same form. Those without elements have no place to share."""
+    form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (tensor.data_ptr(), *form) if tensor.numel() else (id(tensor), *form)
+
+
+def _require_apart(places: Iterable[PlacedTensor]) -> None:
+    """No two places may share memory: copied apart, what is written through one name would not be seen by the other."""
+    by_address = sorted((one for one in places if one.nbytes), key=lambda one: int(one.tensor.data_ptr()))
+    end, last = 0, ""
+    for one in by_address:
+        address = int(one.tensor.data_ptr())
+        if address < end:
+            raise _refused(
+                one.name, "memory of its own, or another name's in the very same form", f"a part of that of {last}"
+            )
+        end, last = address + one.nbytes, one.name
+
+
+def _refused(name: str, expected: str, found: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the engine's tensor {name} cannot be shared",
+        expected=expected,
+        found=found,
+        next_step="let the engine's adapter give another form of it, or configure the engine without it",
+    )

@@ -1,0 +1,118 @@
+"""`weightcached launch`: what it adds to a command of vLLM, what it refuses, and that it becomes the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightcached.client.vllm.launch import main, with_cache
+from weightcached.protocol.command_line import USAGE_EXIT
+from weightcached.protocol.errors import InvalidOption
+
+SERVE = ["vllm", "serve", "some/model", "--port", "8001"]
+MODULE = ["/opt/python3.11", "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
+
+
+@pytest.mark.parametrize("command", [SERVE, ["/usr/local/bin/vllm", *SERVE[1:]], ["/usr/bin/python3", *MODULE[1:]]])
+def test_the_load_format_and_the_options_stand_after_the_command(command: list[str]) -> None:
+    filled = with_cache(command, {"weight_cache_mode": "require", "name": "mine"})
+    assert filled[: len(command)] == command
+    added = dict(zip(filled[len(command) :: 2], filled[len(command) + 1 :: 2], strict=True))
+    assert added["--load-format"] == "weightcached"
+    assert json.loads(added["--model-loader-extra-config"]) == {"weight_cache_mode": "require", "name": "mine"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["vllm", "bench", "serve"],
+        ["vllm"],
+        ["python3", "-m", "vllm.entrypoints.cli.main", "serve", "m"],
+        ["python3", "my_engine.py"],
+        ["python3", "-m"],
+        ["pythonic", "-m", "vllm.entrypoints.openai.api_server"],
+        ["bash", "-c", "vllm serve m"],
+    ],
+)
+def test_another_command_is_refused_with_what_to_write(command: list[str]) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        with_cache(command, {"weight_cache_mode": "client"})
+    step = str(caught.value.next_step)
+    assert '--load-format weightcached --model-loader-extra-config \'{"weight_cache_mode": "client"}\'' in step
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--load-format", "auto"], ["--load-format=dummy"], ["--load_format", "safetensors"], ["--load-format"]],
+)
+def test_another_load_format_is_a_conflict(words: list[str]) -> None:
+    with pytest.raises(InvalidOption, match="load format already"):
+        with_cache([*SERVE, *words], {})
+
+
+def test_our_own_load_format_is_none_and_is_not_said_twice() -> None:
+    assert with_cache([*SERVE, "--load-format", "weightcached"], {}).count("--load-format") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--model-loader-extra-config", "{}"], ["--model_loader_extra_config={}"], ["--model-loader-extra-config.name=x"]],
+)
+def test_options_of_the_loader_come_from_one_side(words: list[str]) -> None:
+    with pytest.raises(InvalidOption, match="options for the loader already"):
+        with_cache([*SERVE, *words], {})
+
+
+def test_options_that_the_loader_would_refuse_are_refused_before_it_starts() -> None:
+    with pytest.raises(InvalidOption, match="quantization"):
+        with_cache(SERVE, {"quantization": "fp7"})
+
+
+@pytest.mark.parametrize("words", [[], ["--weight-cache-mode", "client"], ["--"], ["--", "true"]])
+def test_without_an_engine_it_ends_with_the_status_of_bad_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == USAGE_EXIT
+    assert "vllm serve MODEL" in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--", "/no/such/folder/vllm", "serve", "m"]) == 127
+    assert "/no/such/folder/vllm: No such file" in capsys.readouterr().err
+
+
+def test_it_becomes_the_engine_with_every_option_that_was_stated(tmp_path: Path) -> None:
+    vllm = tmp_path / "vllm"
+    vllm.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getpid(), sys.argv[1:]]))\nsys.exit(7)\n"
+    )
+    vllm.chmod(0o755)
+    options = ["--weight-cache-mode", "require", "--name", "n", "--runtime-dir", "/r", "--timeout", "5"]
+    options += ["--wait-for-daemon", "2", "--dtype", "bfloat16", "--on-stale", "exit", "--allow-uid", "12"]
+    options += ["--allow-uid", "13", "--draft-name", "d", "--want", "current", "--quantization", "int8"]
+    command = [sys.executable, "-m", "weightcached.daemon", "launch", *options, "--", "vllm", "serve", "m", "--", "x"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+    ) as run:
+        said, _ = run.communicate(timeout=60)
+    pid, words = json.loads(said)
+    assert (run.returncode, pid) == (7, run.pid)
+    assert words[:5] == ["serve", "m", "--load-format", "weightcached", "--model-loader-extra-config"]
+    assert words[6:] == ["--", "x"]
+    assert json.loads(words[5]) == {
+        "weight_cache_mode": "require",
+        "name": "n",
+        "runtime_dir": "/r",
+        "draft_name": "d",
+        "dtype": "bfloat16",
+        "quantization": "int8",
+        "want": "current",
+        "timeout_s": 5.0,
+        "wait_for_daemon_s": 2.0,
+        "on_stale": "exit",
+        "allow_uids": [12, 13],
+    }

@@ -1,0 +1,69 @@
+"""The loader's options: what is taken, and that what is not is named."""
+
+import pytest
+
+from weightcached.client import attach
+from weightcached.client.vllm.options import LoaderOptions, parse
+from weightcached.protocol.errors import InvalidOption
+
+
+def test_without_any_key_an_engine_is_a_client() -> None:
+    assert parse({}) == LoaderOptions(weight_cache_mode="client")
+
+
+def test_every_key_that_attach_has_too_has_its_default() -> None:
+    defaults = attach.__kwdefaults__
+    assert defaults is not None
+    shared = {name: field.default for name, field in LoaderOptions.model_fields.items() if name in defaults}
+    assert shared.keys() >= {"name", "runtime_dir", "want", "digest", "timeout_s", "wait_for_daemon_s", "allow_uids"}
+    own = {"layout": "fused", "dtype": "engine"}
+    assert shared == {name: own.get(name, defaults[name]) for name in shared}
+
+
+def test_unknown_keys_are_named_all_of_them_with_the_nearest_known_one() -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse({"weight_cache_mod": "client", "nmae": "x", "socket_path": "/s"})
+    assert str(caught.value.found).split("; ") == [
+        "weight_cache_mod: unknown, did you mean weight_cache_mode?",
+        "nmae: unknown, did you mean name?",
+        "socket_path: unknown",
+    ]
+    assert "runtime_dir" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weight_cache_mode", "on"),
+        ("layout", "hf"),
+        ("timeout_s", -1),
+        ("timeout_s", float("nan")),
+        ("heartbeat_s", 0),
+        ("dtype", "int8"),
+        ("on_stale", "restart"),
+        ("name", 3),
+        ("allow_uids", ["root"]),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_key(key: str, value: object) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse({key: value})
+    assert str(caught.value.found).startswith(f"{key}")
+
+
+def test_an_unknown_quantization_says_which_there_are() -> None:
+    with pytest.raises(InvalidOption, match="fp8-block"):
+        parse({"quantization": "fp7", "weight_cache_mode": "require"})
+
+
+@pytest.mark.parametrize("mode", ["off", "client"])
+def test_where_vllm_may_load_itself_there_is_no_quantization_of_ours(mode: str) -> None:
+    with pytest.raises(InvalidOption, match="nothing to fall back to"):
+        parse({"quantization": "int8", "weight_cache_mode": mode})
+    assert parse({"quantization": "int8", "weight_cache_mode": "require"}).quantization == "int8"
+
+
+@pytest.mark.parametrize("value", [None, "client", ["weight_cache_mode"]])
+def test_options_that_are_no_object_are_refused(value: object) -> None:
+    with pytest.raises(InvalidOption, match="not an object"):
+        parse(value)
