@@ -1,9 +1,9 @@
 """vLLM's own loader as a process: for each request, the parameters of one rank after loading, before post-processing.
 
-Run by path, with the Python that has vLLM; imports nothing of this project but what lies beside it, and knows nothing of
-what is compared. A line on what was standard output says that it is ready; then a request is a line of JSON on standard
-input (the arguments of :meth:`FakeRank.parameters`), its answer a line of JSON. What vLLM prints goes to standard
-error. It ends when its input does.
+Run by path, with the Python that has vLLM; imports nothing of this project but what lies beside it, and knows nothing
+of what is compared. A line on what was standard output says that it is ready; then a request is a line of JSON on
+standard input (the arguments of :meth:`FakeRank.parameters`), its answer a line of JSON. What vLLM prints goes to
+standard error. It ends when its input does.
 
 One process plays every rank: it is told that it is rank R of N, which is all that loading asks. The bytes are those
 of N processes (seen with gloo at TP 2).
