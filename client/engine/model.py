@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from weightcached.client.weights import WeightSet
 
 Kind = Literal["decoder", "encoder"]
+_OTHERWISE = (
+    "--layout transformers, from a daemon with --engine transformers; or --weight-cache-mode off serves it from disk"
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str) -> PreTrained
         except BindError as error:
             raise _for_this_engine(error, "give daemon and engine one --dtype") from error
         except UnsupportedModel as error:
-            raise _for_this_engine(error, "--weight-cache-mode off serves it from disk") from error
+            raise _for_this_engine(error, _OTHERWISE) from error
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(
                 "Transformers cannot load the checkpoint", found=_first_line(error), where=recipe.directory

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from weightcached.protocol.engine_key import EngineKey
@@ -51,7 +52,7 @@ class VllmAdapter:
     def key(self, request: EngineRequest) -> Mapping[str, Any]:
         """Imports vLLM, and makes its config. Reads no weight."""
         asked = _Asked.of(request)
-        return key_of(asked.config, asked.config.model_config, asked.stage).entries
+        return key_of(asked.config, asked.config.model_config, request.model_dir, asked.stage).entries
 
     def build(self, request: EngineRequest, progress: Progress) -> Built:
         """Parameters, and buffers that a state dict has: all others follow from the config, in any engine."""
@@ -64,9 +65,9 @@ class VllmAdapter:
 ADAPTER = VllmAdapter()
 
 
-def key_of(config: VllmConfig, model_config: ModelConfig, stage: Stage = "before") -> EngineKey:
-    """The key of one model of ``config``, as vLLM is configured in this process. Compute it before the model is made,
-    which changes the config.
+def key_of(config: VllmConfig, model_config: ModelConfig, model_dir: Path, stage: Stage = "before") -> EngineKey:
+    """The key of one model of ``config``, whose checkpoint is ``model_dir``, as vLLM is configured in this process.
+    Compute it before the model is made, which changes the config.
     """
     import torch
     import vllm
@@ -88,7 +89,7 @@ def key_of(config: VllmConfig, model_config: ModelConfig, stage: Stage = "before
             "convert": model_config.convert_type,
             "quantization": model_config.quantization,
             "quantization_config": _plain(normalize_value(model_config.quantization_config)),
-            "quantization_files": _quantization_files(model_config.model),
+            "quantization_files": _quantization_files(model_dir),
             "hf_overrides": _plain(model_config.hf_overrides),
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "linear_backend": str(config.kernel_config.linear_backend),
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
         ) from error
 
 
-def _quantization_files(model_dir: str) -> dict[str, str]:
+def _quantization_files(model_dir: Path) -> dict[str, str]:
     """Name → SHA-256."""
     found = {}
     for entry in sorted(os.scandir(model_dir), key=lambda entry: entry.name):

@@ -103,28 +103,28 @@ def without_packing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Where a model's parameters are. Bytes of tied ones are counted once."""
+    """What has become of the weights, by their bytes in mapped memory. Tied ones are counted once."""
 
     nbytes_shared: int
-    shared: int
-    private: dict[str, int]
-    """Parameters that are not in mapped memory: name, with ``*`` for numbers, to bytes in all layers."""
-
-    @property
-    def nbytes_private(self) -> int:
-        return sum(self.private.values())
+    """Of those that parameters of the model still are."""
+    made_anew: dict[str, int]
+    """Those that are no parameter's memory any more, because a kernel wanted another form of them: name, with ``*`` for
+    numbers, to bytes in all layers."""
 
 
 def sharing_of(model: torch.nn.Module, weights: WeightSet) -> Sharing:
     """Look at every parameter of ``model`` as it is now."""
-    mapped = {tensor.untyped_storage().data_ptr() for tensor in weights.values() if tensor.nbytes}
-    shared: dict[tuple[int, int], int] = {}
-    private: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.nbytes:
+    places = {(parameter.data_ptr(), parameter.nbytes) for parameter in model.parameters() if parameter.nbytes}
+    shared: set[tuple[int, int]] = set()
+    made_anew: dict[str, int] = {}
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in weights.items():
+        place = (tensor.data_ptr(), tensor.nbytes)
+        if not tensor.nbytes or place in seen:
             continue
-        if parameter.untyped_storage().data_ptr() in mapped:
-            shared[parameter.data_ptr(), parameter.nbytes] = parameter.nbytes
+        seen.add(place)
+        if place in places:
+            shared.add(place)
         else:
-            private[folded(name)] = private.get(folded(name), 0) + parameter.nbytes
-    return Sharing(sum(shared.values()), len(shared), private)
+            made_anew[folded(name)] = made_anew.get(folded(name), 0) + tensor.nbytes
+    return Sharing(sum(nbytes for _, nbytes in shared), made_anew)

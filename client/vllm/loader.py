@@ -76,7 +76,7 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
                 version=weights.version,
                 generation=weights.generation,
                 nbytes_shared=sharing.nbytes_shared,
-                private=sharing.private,
+                made_anew=sharing.made_anew,
                 seconds=stages.seconds,
             )
         report = dataclasses.replace(report, nbytes_private=own_memory_nbytes() - own_nbytes)

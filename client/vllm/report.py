@@ -26,27 +26,28 @@ class LoadReport:
     """Of parameters that lie in mapped memory."""
     nbytes_private: int = 0
     """By how much the process's own memory (RssAnon) has grown."""
-    private: Mapping[str, int] = field(default_factory=dict)
-    """Parameters that are not mapped, after post-processing: name, with ``*`` for numbers, to bytes."""
+    made_anew: Mapping[str, int] = field(default_factory=dict)
+    """Weights that post-processing has brought into another form, in private memory: name, with ``*`` for numbers, to
+    bytes before."""
     seconds: Mapping[str, float]
 
     def log(self, logger: logging.Logger) -> None:
-        """One line, and a warning where parameters are not shared."""
+        """One line, and a warning where more than a hundredth of the weights is not shared."""
         logger.info("%s", self.line())
-        if self.private:
+        if sum(self.made_anew.values()) * 100 > self.nbytes_shared:
             logger.warning(
-                "post-processing has made parameters anew, which is memory of this engine alone: %s",
-                ", ".join(f"{name} ({binary_size(nbytes)})" for name, nbytes in self.private.items()),
+                "post-processing has made weights anew, which every engine has of its own: %s",
+                ", ".join(f"{name} ({binary_size(nbytes)})" for name, nbytes in self.made_anew.items()),
             )
 
     def line(self) -> str:
-        """``weights of default/host-tp0of1: source daemon, version …``"""
+        """``weights of /run/weightcached/default/host-tp0of1.sock: source daemon, version …``"""
         seconds = ", ".join(f"{stage} {value:.3f}" for stage, value in self.seconds.items())
-        copied = f" ({binary_size(sum(self.private.values()))} of parameters)" if self.private else ""
+        anew = sum(self.made_anew.values())
         return (
             f"weights of {self.place}: source {self.source}, version {self.version or 'unknown'}, "
-            f"{binary_size(self.nbytes_shared)} shared, {binary_size(self.nbytes_private)} private{copied}; "
-            f"seconds: {seconds}"
+            f"{binary_size(self.nbytes_shared)} shared, {binary_size(self.nbytes_private)} private"
+            f"{f' ({binary_size(anew)} of weights made anew)' if anew else ''}; seconds: {seconds}"
         )
 
 

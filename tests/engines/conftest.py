@@ -9,7 +9,11 @@ import pytest
 
 from tests.engines import checkpoints, engine
 from tests.engines.cases import Case
+from tests.support.unprivileged import ROOT
 from weightcached.client.counters import fallbacks
+
+GENERATING = {"PYTHONPATH": str(ROOT)}
+"""Workers find the class that looks into them there."""
 
 
 def pytest_configure() -> None:
@@ -25,6 +29,20 @@ def vllm() -> Iterator[engine.Engine]:
     with engine.running() as running:
         yield running
     assert fallbacks() == before
+
+
+@pytest.fixture(scope="session")
+def generator() -> Iterator[engine.Engine]:
+    """vLLM as an engine of one rank at a time."""
+    with engine.running(engine.WHOLE, GENERATING) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[engine.Engine]:
+    """vLLM as an engine of two ranks, a processor for each."""
+    with engine.running(engine.WHOLE, {**GENERATING, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ class Looking:
     """Mixed into vLLM's worker."""
 
     model_runner: Any
+    vllm_config: Any
 
     def look(self) -> dict[str, Any]:
         """How the model came here, where its parameters are, and what the kernel says of the mapped memory."""
@@ -37,7 +38,14 @@ class Looking:
             "private_nbytes": sum(fields["Anonymous"] for _, _, fields in areas),
             "resident_nbytes": sum(fields["Rss"] for _, _, fields in areas),
             "tied": _tied(model),
+            "external_nbytes": self._external_nbytes(),
         }
+
+    def _external_nbytes(self) -> int:
+        """What the loader says when vLLM asks it what weights take elsewhere (it asks where it computes on a GPU)."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        return int(get_model_loader(self.vllm_config.load_config).get_external_weight_memory(self.vllm_config))
 
 
 def _tied(model: Any) -> list[list[str]]:

@@ -1,10 +1,10 @@
-"""vLLM as an engine that generates: a process that starts one after the other, and answers what each has said.
+"""vLLM as an engine that generates: a process with one engine at a time, which it starts, asks and ends when told to.
 
 Run by path, with the Python that has vLLM and this project. A line on what was standard output says that it is ready;
-then a request is a line of JSON on standard input (the arguments of :func:`generate`), its answer a line of JSON. What
-vLLM prints goes to standard error. It ends when its input does.
+then a request is a line of JSON on standard input (``do`` names a method of :class:`Server`, the rest are its
+arguments), its answer a line of JSON. What vLLM prints goes to standard error. It ends when its input does.
 
-Engines of one rank run in this process, which is fast; those of more have a process for each rank.
+An engine of one rank runs in this process, which is fast; one of more has a process for each.
 """
 
 import gc
@@ -30,63 +30,83 @@ def main() -> None:
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_CACHE_ROOT"] = folder
-        import vllm  # noqa: F401
+        from vllm.model_executor.models import registry
 
+        registry._run_in_subprocess = lambda inspect: inspect()  # of a model's class; a process takes twenty seconds
+        server = Server()
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             answer: dict
             try:
-                answer = generate(**json.loads(line))
-            except BaseException as error:  # noqa: BLE001 - whatever the engine raises is the answer
-                answer = {"error": traceback.format_exc(), "type": type(error).__name__, "code": code_of(error)}
-            gc.collect()
+                request = json.loads(line)
+                answer = getattr(server, request.pop("do"))(**request)
+            except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
+                answer = {"error": traceback.format_exc(), "code": _code_of(error)}
+                server.end()
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def code_of(error):
+def _code_of(error):
     """The code of the error of our tree that this is, or was made from."""
-    while error is not None:
-        if hasattr(error, "code") and isinstance(error.code, str):
-            return error.code
+    while error is not None and not isinstance(getattr(error, "code", None), str):
         error = error.__cause__ or error.__context__
-    return None
+    return getattr(error, "code", None)
 
 
-def generate(*, prompts: list[list[int]], max_tokens: int, packing: bool = True, **engine: object) -> dict:
-    """Start an engine with these ``EngineArgs``, continue the prompts greedily, end it.
+class Server:
+    """At most one engine."""
 
-    Without ``packing`` vLLM's own loader leaves matrices as they are, too: the kernels that multiply with packed ones
-    round otherwise, so that tokens of two engines are comparable only where both have the same.
-    """
-    from vllm import LLM, SamplingParams
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    def __init__(self) -> None:
+        self._llm = None
 
-    from weightcached.client.vllm.in_place import without_packing
+    def start(self, *, packing: bool = True, **engine: object) -> dict:
+        """Start an engine with these ``EngineArgs``; what its workers say of themselves.
 
-    inside = engine.get("distributed_executor_backend", "uni") == "uni"
-    extension = "looking" if packing or inside else "unpacked"
-    began = time.monotonic()
-    with without_packing() if inside and not packing else nullcontext():
-        llm = LLM(
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            worker_extension_cls=f"tests.engines.{extension}.Looking",
-            **{"max_model_len": 64, "distributed_executor_backend": "uni", **engine},
-        )
-    try:
-        up = time.monotonic()
+        Without ``packing`` vLLM's own loader leaves matrices as they are, too: the kernels that multiply with packed
+        ones round otherwise, so that tokens of two engines are comparable only where both have the same.
+        """
+        from vllm import LLM
+
+        from weightcached.client.vllm.in_place import without_packing
+
+        inside = engine.get("distributed_executor_backend", "uni") == "uni"
+        extension = "looking" if packing or inside else "unpacked"
+        defaults = {"max_model_len": 64, "distributed_executor_backend": "uni", "enforce_eager": True}
+        began = time.monotonic()
+        with without_packing() if inside and not packing else nullcontext():
+            self._llm = LLM(
+                skip_tokenizer_init=True,
+                worker_extension_cls=f"tests.engines.{extension}.Looking",
+                **{**defaults, **engine},
+            )
+        seconds = time.monotonic() - began
+        return {"workers": self._llm.collective_rpc("look"), "seconds": seconds}
+
+    def say(self, *, prompts: list[list[int]], max_tokens: int, **request: object) -> dict:
+        """Continue the prompts greedily."""
+        from vllm import SamplingParams
+
         wanted = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
-        done = time.monotonic()
-        return {
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "workers": llm.collective_rpc("look"),
-            "seconds": {"start": up - began, "generation": done - up},
-        }
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        began = time.monotonic()
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(given, wanted, use_tqdm=False, **request)
+        seconds = time.monotonic() - began
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+
+    def look(self) -> dict:
+        """What the workers say of themselves now."""
+        return {"workers": self._llm.collective_rpc("look")}
+
+    def end(self) -> dict:
+        """End the engine, if there is one."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
         cleanup_dist_env_and_memory()
+        gc.collect()
+        return {}
 
 
 if __name__ == "__main__":

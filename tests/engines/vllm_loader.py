@@ -1,4 +1,5 @@
-"""vLLM's own loader as a process: for each request, the parameters of one rank after loading, before post-processing.
+"""vLLM's own loader as a process: for each request, the parameters of one rank after loading, before post-processing
+or after.
 
 Run by path, with the Python that has vLLM; imports nothing of this project but what lies beside it, and knows nothing
 of what is compared. A line on what was standard output says that it is ready; then a request is a line of JSON on
@@ -58,10 +59,13 @@ class FakeRank:
         self._init_method = init_method
         init_workspace_manager(self._device)
 
-    def parameters(self, *, model: str, tp: tuple[int, int], pp: tuple[int, int], options: dict) -> dict:
+    def parameters(
+        self, *, model: str, tp: tuple[int, int], pp: tuple[int, int], options: dict, processed: bool = False
+    ) -> dict:
         """Name → dtype, shape, SHA-256 and all names of the same memory. ``tp`` and ``pp`` are (index, size).
 
-        ``options`` are those of vLLM's ``EngineArgs``, both sizes among them.
+        ``options`` are those of vLLM's ``EngineArgs``, both sizes among them. ``processed``: after post-processing,
+        which empties what it packs into a form of its own.
         """
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -82,6 +86,10 @@ class FakeRank:
             with self._device:
                 module = loader.create_model(config, config.model_config)
             loader.load_weights(module, config.model_config)
+            if processed:
+                from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+                process_weights_after_loading(module, config.model_config, self._device)
             held = parameters_of(module)
         del module
         gc.collect()  # modules are cycles, and hundreds of them are made here
