@@ -91,9 +91,10 @@ class FakeRank:
         module.plugin()
         HookRegistry.apply_hooks()
 
-    def held(self, *, model: str, tp: tuple[int, int], options: dict | None) -> dict:
+    def held(self, *, model: str, tp: tuple[int, int], options: dict | None, again: dict | None = None) -> dict:
         """Name → dtype, shape, SHA-256 and all names of the same memory, after loading with ``options`` of our loader,
-        or with SGLang's own for ``None``. ``tp`` is (index, size).
+        or with SGLang's own for ``None``. ``tp`` is (index, size). With ``again``, options of `attach`, parameters are
+        emptied and filled by the module's ``load_weights`` from copies that share their memory.
         """
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
@@ -112,6 +113,8 @@ class FakeRank:
         with get_parallel().override(**told, **{f"{kind}_group": group for kind in kinds}):
             loader = loaders.get_model_loader(LoadConfig(model_loader_extra_config=extra), config)
             module = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+            if again is not None:
+                _load_again(module, model, again)
         return {
             "loader": type(loader).__name__,
             "preloaded_nbytes": loader.preloaded_weights_bytes,
@@ -134,6 +137,17 @@ class FakeRank:
         initialize_model_parallel()
         initialize_dp_attention(arguments)
         self._begun = True
+
+
+def _load_again(module, model: str, options: dict) -> None:
+    import torch
+
+    from weightcached.client import attach
+
+    with torch.no_grad(), attach(model, mode="require", **options) as weights:
+        for parameter in module.parameters():
+            parameter.zero_()
+        module.load_weights(weights.copies(reuse_memory=True))
 
 
 if __name__ == "__main__":
