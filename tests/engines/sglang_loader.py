@@ -7,7 +7,6 @@ an error. What SGLang prints goes to standard error. One process plays every ran
 
 import argparse
 import copy
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,6 +15,9 @@ import tempfile
 import traceback
 import types
 from collections.abc import Callable
+
+from looking import mapped_areas
+from parameters import parameters_of
 
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 # torchvision's operators may be of another build of torch. Nothing here uses them, but what declares them would fail.
@@ -89,9 +91,10 @@ class FakeRank:
         module.plugin()
         HookRegistry.apply_hooks()
 
-    def held(self, *, model: str, tp: tuple[int, int], options: dict | None) -> dict:
+    def held(self, *, model: str, tp: tuple[int, int], options: dict | None, again: dict | None = None) -> dict:
         """Name → dtype, shape, SHA-256 and all names of the same memory, after loading with ``options`` of our loader,
-        or with SGLang's own for ``None``. ``tp`` is (index, size).
+        or with SGLang's own for ``None``. ``tp`` is (index, size). With ``again``, options of `attach`, parameters are
+        emptied and filled by the module's ``load_weights`` from copies that share their memory.
         """
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
@@ -110,11 +113,13 @@ class FakeRank:
         with get_parallel().override(**told, **{f"{kind}_group": group for kind in kinds}):
             loader = loaders.get_model_loader(LoadConfig(model_loader_extra_config=extra), config)
             module = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+            if again is not None:
+                _load_again(module, model, again)
         return {
             "loader": type(loader).__name__,
             "preloaded_nbytes": loader.preloaded_weights_bytes,
-            "private_nbytes": _private_nbytes(),
-            "parameters": _parameters(module),
+            "private_nbytes": sum(account["Anonymous"] for _, _, account in mapped_areas()),
+            "parameters": parameters_of(module),
             "on_meta": [name for name, tensor in module.named_buffers() if tensor.is_meta],
         }
 
@@ -134,37 +139,15 @@ class FakeRank:
         self._begun = True
 
 
-def _parameters(module) -> dict:
+def _load_again(module, model: str, options: dict) -> None:
     import torch
 
-    names: dict = {}
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    for name, tensor in tensors.items():
-        names.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), []).append(name)
-    return {
-        name: {
-            "dtype": str(tensors[name].dtype).removeprefix("torch."),
-            "shape": list(tensors[name].shape),
-            "sha256": hashlib.sha256(
-                tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            ).hexdigest(),
-            "names": sorted(tied),
-        }
-        for tied in names.values()
-        for name in tied
-    }
+    from weightcached.client import attach
 
-
-def _private_nbytes() -> int:
-    """Of mapped memfds: pages that this process has written to."""
-    kilobytes, inside = 0, False
-    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            if "-" in line.split(" ", 1)[0]:
-                inside = "/memfd:" in line
-            elif inside and line.startswith("Anonymous:"):
-                kilobytes += int(line.split()[1])
-    return kilobytes * 1024
+    with torch.no_grad(), attach(model, mode="require", **options) as weights:
+        for parameter in module.parameters():
+            parameter.zero_()
+        module.load_weights(weights.copies(reuse_memory=True))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
                 asked[name, rank, "own"] = {**request, "options": None}
                 asked[name, rank, "mapped"] = {**request, "options": {"name": place, **common}}
                 asked[name, rank, "copied"] = {**request, "options": {"name": f"{name}-hf", "copy": True, **common}}
+                asked[name, rank, "again"] = {**request, "options": None, "again": {"name": f"{name}-hf", **common}}
         done = subprocess.run(
             [PYTHON, ROOT / "tests/engines/sglang_loader.py"],
             input=json.dumps({"page": str(page), "held": list(asked.values())}),
@@ -86,7 +87,9 @@ def held(answer: dict[str, Any]) -> dict[str, Held]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", RANKS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("way", "loader"), [("mapped", "MappedLoader"), ("copied", "CopyingLoader")])
+@pytest.mark.parametrize(
+    ("way", "loader"), [("mapped", "MappedLoader"), ("copied", "CopyingLoader"), ("again", "DefaultModelLoader")]
+)
 def test_each_parameter_is_that_of_sglangs_own_loader(
     answered: tuple[dict[str, Any], Answers], name: str, rank: Rank, way: str, loader: str
 ) -> None:

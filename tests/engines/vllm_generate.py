@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from contextlib import nullcontext
+from typing import Any
 
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -57,7 +58,7 @@ class Server:
     """At most one engine."""
 
     def __init__(self) -> None:
-        self._llm = None
+        self._llm: Any = None
 
     def start(self, *, packing: bool = True, **engine: object) -> dict:
         """Start an engine with these ``EngineArgs``; what its workers say of themselves.

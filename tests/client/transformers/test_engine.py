@@ -108,6 +108,7 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {"deepseek-v2": {"num_experts_per_tok": 2
 ENGINE_MADE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gpt-oss", "llama-tied", "bert-words")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINE_MADE)
 def test_a_model_bound_to_what_was_made_is_the_one_that_transformers_loads(
     name: str, checkpoints: Callable, serve: Callable[..., None], cache: dict[str, Any]
