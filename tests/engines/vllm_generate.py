@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from contextlib import nullcontext
+from typing import Any
 
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -56,8 +57,7 @@ def _code_of(error):
 class Server:
     """At most one engine."""
 
-    def __init__(self) -> None:
-        self._llm = None
+    _llm: Any = None
 
     def start(self, *, packing: bool = True, **engine: object) -> dict:
         """Start an engine with these ``EngineArgs``; what its workers say of themselves.
