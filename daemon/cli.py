@@ -6,6 +6,9 @@ exit codes are its own module's.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -43,9 +46,39 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Subcommand → ("module:function", one line of help). The function takes the arguments and returns the exit status."""
 
 
+UNREAD_EXIT = 128 + signal.SIGPIPE
+"""As of a process that SIGPIPE ends."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status. 64 when there is no such command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one subcommand; its exit status. 64 when there is no such command.
+
+    Whoever reads the output may stop before its end, as ``head`` does: then the rest is left unsaid, and that is all.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return UNREAD_EXIT
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads standard output any more. If so it is turned away, for Python flushes it once more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not poll.poll(0):  # POLLERR or POLLHUP, which are always looked for
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
+
+
+def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"weightcached {version('weightcached')}")
         return 0

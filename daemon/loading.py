@@ -8,6 +8,7 @@ and a segment is sealed only after the worker said that all of it is filled. Kno
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -25,7 +26,14 @@ from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
-from weightcached.protocol.errors import ProtocolError, SnapshotMismatch, TransferError, WeightCacheError, WorkerDied
+from weightcached.protocol.errors import (
+    DeploymentError,
+    ProtocolError,
+    SnapshotMismatch,
+    TransferError,
+    WeightCacheError,
+    WorkerDied,
+)
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
@@ -78,9 +86,25 @@ class LoadRequest:
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
     """Run one worker to the end. The caller owns the generation.
 
-    Raises TransientFailure (the worker died, or said that trying again may help) or the error of a permanent cause.
-    Cancelled or failed, the worker is gone and its memory closed when this returns.
+    Raises TransientFailure (the worker died, or said that trying again may help, or no descriptor is left, but clients
+    may give some back) or the error of a permanent cause. Cancelled or failed, the worker is gone and its memory closed
+    when this returns.
     """
+    try:
+        return await _loaded(request, progress)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise TransientFailure(
+            DeploymentError(
+                "the daemon has no descriptor left to load with",
+                found=error.strerror,
+                next_step="raise the daemon's limit on open files (LimitNOFILE=, ulimit -n), or end engines",
+            )
+        ) from error
+
+
+async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
     generation_id = secrets.token_hex(16)
     progress.update("start worker")
     async with _started_worker() as worker:

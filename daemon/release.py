@@ -67,7 +67,9 @@ def release(place: Place, *, quarantined_only: bool, allowed: AllowList, deadlin
         channel.close()
     if not quarantined_only:
         _wait_gone(place.socket_path, identity, deadline)
-    return Outcome(place, f"gave up {released.generations} generations, {binary_size(released.resident_nbytes)}")
+    count = released.generations
+    what = f"{count} generation{'' if count == 1 else 's'}"
+    return Outcome(place, f"gave up {what}, {binary_size(released.resident_nbytes)}")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -52,13 +52,19 @@ def _row(one: Seen) -> tuple[str, ...]:
         str(one.place),
         report.state,
         report.model,
-        f"{report.tp_rank}/{report.tp_size}",
+        _rank(one, report),
         _progress(report),
         binary_size(report.resident_nbytes),
         str(report.lease_count),
         _short(report.version),
         f"pid {report.pid}, {binary_size(report.own_memory_nbytes)}",
     )
+
+
+def _rank(one: Seen, report: Report) -> str:
+    """``tp0of2-pp1of3``: as the place is called that has its ranks in its name."""
+    device = one.place.device
+    return device.removeprefix("host-") if device.startswith("host-") else f"tp{report.tp_rank}of{report.tp_size}"
 
 
 def _progress(report: Report) -> str:

@@ -32,7 +32,7 @@ from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
 from weightcached.loader.quantize import Output, Transforms, measure
 from weightcached.loader.reading import Reader
-from weightcached.loader.slabs import SLAB_NBYTES, Slab, slabs
+from weightcached.loader.slabs import Slab, slabs
 from weightcached.loader.strategy import Strategy, choose
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
@@ -77,17 +77,17 @@ def execute(
     *,
     strategy: LoadStrategy = "auto",
     threads: int | None = None,
-    slab_nbytes: int = SLAB_NBYTES,
+    slab_nbytes: int | None = None,
     progress: Progress | None = None,
     expendable: bool = False,
 ) -> Executed:
     """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
 
     ``expendable``: a file that becomes shorter meanwhile may kill this process; where ranges are strided, it is faster.
-    ``threads``: by default, as many as the strategy needs. Padding is written as zeros, whatever was there. Blocks
-    until all is written; on failure until every thread has stopped. Raises TruncatedFile or CheckpointError
-    (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files cannot be read
-    as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
+    ``threads``, ``slab_nbytes``: by default, as the strategy needs them. Padding is written as zeros, whatever was
+    there. Blocks until all is written; on failure until every thread has stopped. Raises TruncatedFile or
+    CheckpointError (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files
+    cannot be read as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
     """
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
@@ -95,7 +95,7 @@ def execute(
     log.info("load strategy: %s", chosen.reason)
     pages = LargePages(segment, nbytes=placement.segment_nbytes)
     with accessing(files, chosen, mapped=expendable) as access, pages:
-        team = _Team(placement, Reader(access), segment, pages, slab_nbytes, chosen, progress)
+        team = _Team(placement, Reader(access), segment, pages, slab_nbytes or chosen.slab_nbytes, chosen, progress)
         team.run(threads or chosen.threads)
     log.info("large pages: %s", pages)
     return team.executed()

@@ -1,4 +1,4 @@
-"""Slabs: a parameter cut into contiguous pieces of about two MiB, each with the file ranges that fill it.
+"""Slabs: a parameter cut into contiguous pieces of some MiB, each with the file ranges that fill it.
 
 Pure: boxes and integers, no I/O. The executor takes slabs in order, so that files are read front to back, a digest
 over the parameter's bytes can follow, and no more memory is needed than one slab for each thread.
@@ -16,8 +16,10 @@ from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces,
 from weightcached.loader.planned import Copy, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.dtypes import itemsize_bytes
 
-SLAB_NBYTES = 2 << 20
-"""Of source bytes: small enough to stay in a core's cache between being read, digested and written."""
+SLAB_NBYTES = 8 << 20
+"""Of source bytes, at most and by default. Each slab costs some handing over of the interpreter's lock, which in a
+virtual machine takes as long as reading half a MiB; larger ones fall out of every cache before they are digested.
+"""
 
 _Item = TypeVar("_Item")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from weightcached.loader.planned import PlannedParameter
 from weightcached.loader.reading import requests
+from weightcached.loader.slabs import SLAB_NBYTES
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.worker_messages import LoadStrategy
 
@@ -38,6 +39,9 @@ lock and at the kernel's allocator of pages.
 
 WAITING_THREADS = 16
 """Where they wait for answers most of the time: each has one request under way."""
+
+SLABS_NBYTES = 32 << 20
+"""What all threads work on at a time, together; quantizing takes three times that for its own."""
 
 RUN_NBYTES = 32 << 20
 """What a thread takes at a time at most: a run of slabs, which it reads, digests and writes by itself."""
@@ -79,6 +83,7 @@ class Strategy:
     """Files whose ranges are asked for one by one, ahead of their reads, and nothing else of them. The kernel's guess,
     some MiB past the end of each range, would be other ranks' bytes."""
     threads: int
+    slab_nbytes: int
     run_nbytes: int
     """Of slabs in a row, which one thread takes at a time; 0 for one slab."""
     apart: bool
@@ -109,10 +114,12 @@ def choose(
     name, why = (asked, "asked for") if asked != "auto" else _decide(read, total, kept, resident, free_nbytes)
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
     waiting = name in ("prefetch", "direct") or (name == "read" and _cached_share(read) < CACHED_SHARE)
+    threads = WAITING_THREADS if waiting else THREADS
     return Strategy(
         name,
         exact if name != "prefetch" else frozenset(files),
-        WAITING_THREADS if waiting else THREADS,
+        threads,
+        min(SLAB_NBYTES, SLABS_NBYTES // threads),
         _run_nbytes(name, resident, waiting),
         waiting and name != "prefetch",
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,

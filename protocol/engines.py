@@ -68,6 +68,11 @@ class Built:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """Scalars and flags that loading or post-processing left outside tensors, and that an engine which attaches has
     to have. Only what the adapter knows by name: an allow-list, never whatever is found."""
+    fill: Callable[[], Built] | None = None
+    """Where tensors have their final form before weights are loaded, an adapter may give them unfilled, with what loads
+    into them: peak memory is then the state once and not twice. By the time it is called every tensor's ``data`` is its
+    place in the segment. It returns the state as it is then, under the same names and in the same forms; a tensor that
+    has left its place is copied to it."""
 
 
 @runtime_checkable

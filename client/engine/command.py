@@ -25,9 +25,11 @@ from weightcached.client.engine.options import EngineOptions, parse, serve_comma
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
 from weightcached.client.engine.service import Service
+from weightcached.client.own_loader import attach_or_none
 from weightcached.client.owned_daemon import OwnedDaemon
 from weightcached.client.stopping import Stopped, raising_stopped
 from weightcached.client.timing import Stages, process_age_s
+from weightcached.client.transformers.loading import made_by_transformers
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
@@ -117,7 +119,8 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     if options.mode != "off":
         with stages.stage("weights"):
             weights = _attach(options, model_dir, deadline)
-        resources.callback(weights.close)
+        if weights is not None:
+            resources.callback(weights.close)
     with stages.stage("imports"):
         model.import_transformers()
     with stages.stage("config and tokenizer"):
@@ -135,23 +138,23 @@ def _place(options: EngineOptions) -> Place:
     return Place(runtime_directory(options.runtime_dir), options.name, host_device(tp_size=1, tp_rank=0))
 
 
-def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> WeightSet:
-    return attach(
-        model_dir,
-        mode="client" if options.mode == "client" else "require",
-        layout="hf",
-        tp_size=1,
-        tp_rank=0,
-        dtype=options.dtype,
-        name=options.name,
-        runtime_dir=options.runtime_dir,
-        digest=options.digest,
-        timeout_s=deadline.remaining_s(),
-        wait_for_daemon_s=options.wait_for_daemon_s,
-        engine_name="weightcached-engine",
-        on_stale=options.on_stale,
-        allow_uids=options.allow_uids,
-    )
+def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> WeightSet | None:
+    """Mapped, or by the contract from disk; ``None`` for those that only Transformers itself can have from there."""
+    asked: dict[str, Any] = {
+        "mode": "client" if options.mode == "client" else "require",
+        "dtype": options.dtype,
+        "name": options.name,
+        "runtime_dir": options.runtime_dir,
+        "digest": options.digest,
+        "timeout_s": deadline.remaining_s(),
+        "wait_for_daemon_s": options.wait_for_daemon_s,
+        "engine_name": "weightcached-engine",
+        "on_stale": options.on_stale,
+        "allow_uids": options.allow_uids,
+    }
+    if options.layout == "hf":
+        return attach(model_dir, **asked)
+    return attach_or_none(model_dir, **asked, **made_by_transformers(model_dir, dtype=options.dtype))
 
 
 def _provenance(service: Service) -> str:

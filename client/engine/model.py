@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from weightcached.client.transformers.loading import binding_to
 from weightcached.protocol.errors import (
@@ -23,12 +23,14 @@ from weightcached.protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from weightcached.client.weights import WeightSet
 
 Kind = Literal["decoder", "encoder"]
+_OTHERWISE = (
+    "--layout transformers, from a daemon with --engine transformers; or --weight-cache-mode off serves it from disk"
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str) -> PreTrained
         except BindError as error:
             raise _for_this_engine(error, "give daemon and engine one --dtype") from error
         except UnsupportedModel as error:
-            raise _for_this_engine(error, "--weight-cache-mode off serves it from disk") from error
+            raise _for_this_engine(error, _OTHERWISE) from error
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(
                 "Transformers cannot load the checkpoint", found=_first_line(error), where=recipe.directory
@@ -131,14 +133,6 @@ def _for_this_engine(error: WeightCacheError, next_step: str) -> WeightCacheErro
     return type(error)(
         error.message, expected=error.expected, found=error.found, where=error.where, next_step=next_step
     )
-
-
-def state_of(module: Any) -> dict[str, torch.Tensor]:
-    """Name → tensor of all parameters and buffers, tied names and non-persistent buffers too: what two loads share."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from weightcached.protocol.places import DEFAULT_NAME
 
 Mode = Literal["off", "client", "require", "daemon"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Layout = Literal["hf", "transformers"]
 
 DEFAULT_PORT = 8000
 EXIT_CODES = """\
@@ -44,6 +45,7 @@ class EngineOptions:
     name: str = DEFAULT_NAME
     runtime_dir: str | None = None
     dtype: Dtype = "auto"
+    layout: Layout = "hf"
     digest: str | None = None
     timeout_s: float = 600.0
     wait_for_daemon_s: float = 0.0
@@ -92,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", default=DEFAULT_NAME, help="the daemon's name in its runtime directory (default: %(default)s)")
     add("--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached")
     add("--dtype", choices=get_args(Dtype), default="auto", help="auto: as on disk (default: %(default)s)")
+    add(
+        "--layout",
+        choices=get_args(Layout),
+        default="hf",
+        help="transformers: the state that Transformers makes, of any model, from a daemon with --engine transformers; "
+        "hf: the checkpoint's own tensors (default: %(default)s)",
+    )
     add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
     add(
         "--timeout",
@@ -132,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
     """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for."""
-    words = ["serve", "--model", os.fspath(model_dir), "--layout", "hf"]
+    words = ["serve", "--model", os.fspath(model_dir)]
+    words += ["--layout", "hf"] if options.layout == "hf" else ["--engine", options.layout]
     words += ["--dtype", options.dtype, "--name", options.name]
     if options.runtime_dir is not None:
         words += ["--runtime-dir", options.runtime_dir]

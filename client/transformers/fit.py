@@ -117,6 +117,20 @@ def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str
         )
 
 
+def require_complete(model: Any, lacking: set[str]) -> None:
+    """Raises BindError naming parameters in ``lacking`` that no other is tied to: of a state that was made whole none
+    is missing, unless the module is quantized otherwise than the one that it was made of.
+    """
+    names = sorted(lacking - model.all_tied_weights_keys.keys())
+    if names:
+        raise BindError(
+            f"{type(model).__name__} is quantized otherwise here than where its state was made",
+            expected="every parameter of the module in the weights",
+            found=f"{len(names)} that are not there: {_listed(names)}",
+            next_step="leave quantization_config out, as the daemon does",
+        )
+
+
 def refused(what: str, value: object) -> InvalidOption:
     """The error for an argument, or a kind of checkpoint, that cannot be honoured."""
     return InvalidOption(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,10 @@ def weights_from_cache(**options: Any) -> Iterator[None]:
     granted: dict[int, WeightSet] = {}  # those that no model has yet
 
     def source(directory: Path) -> WeightSet | None:
-        weights = attach_or_none(directory, **options, **_engine(directory, options, engine_arguments))
+        made: dict[str, Any] = {}
+        if options.get("layout") == ADAPTER.name and options.get("mode") != "off":
+            made = made_by_transformers(directory, dtype=options.get("dtype", "auto"), arguments=engine_arguments)
+        weights = attach_or_none(directory, **{**options, **made})
         if weights is not None:
             granted[id(weights)] = weights
         return weights
@@ -125,17 +128,17 @@ def _require_usable(options: Mapping[str, Any]) -> None:
         raise fit.refused("the option layout of the weight cache", options["layout"])
 
 
-def _engine(directory: Path, options: Mapping[str, Any], arguments: tuple[str, ...]) -> dict[str, Any]:
-    """What an attach needs beside ``options`` for the layout that Transformers makes."""
-    if options.get("layout") != ADAPTER.name or options.get("mode") == "off":
-        return {}
+def made_by_transformers(directory: Path, *, dtype: str = "auto", arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Options of ``attach`` for the layout that Transformers makes: its name, and the key of what this process would
+    make of the checkpoint in ``directory``. Imports Transformers. Raises what the adapter's key raises.
+    """
     request = EngineRequest(
         model_dir=directory,
         parallel=Parallel(tp_size=1, tp_rank=0),
-        dtype=options.get("dtype", "auto"),
-        arguments=arguments,
+        dtype=dtype,  # type: ignore[arg-type]  # checked by who builds a config of it
+        arguments=tuple(arguments),
     )
-    return {"engine": engine_key(ADAPTER.name, request)}
+    return {"layout": ADAPTER.name, "engine": engine_key(ADAPTER.name, request)}
 
 
 def _close_aside(weights: WeightSet) -> None:

@@ -73,6 +73,8 @@ class CacheReader:
         fit.give_buffers_memory(model, storages)
         lacking = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
         fit.require_mapped(model, storages, without=lacking)
+        if engine_made and load_config.hf_quantizer is not None:
+            fit.require_complete(model, lacking)
         self._delivered(model, weights)
         return result
 

@@ -5,7 +5,8 @@
 for itself; at ``after`` it has been done, for methods that can start from that (``supports_pre_processed_weights``). On
 a CPU vLLM packs linear layers into handles that no other process can have: those stay as they are at both stages.
 
-Owns the key and the build. :func:`key_of` is for whoever has vLLM's config already: the plugin.
+Owns the key, and what may be asked; `building.py` builds. :func:`key_of` is for whoever has vLLM's config already: the
+plugin.
 """
 
 from __future__ import annotations
@@ -15,22 +16,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from weightcached.client.vllm.building import Building, Stage
 from weightcached.protocol.engine_key import EngineKey
-from weightcached.protocol.engines import Built, EngineRequest, NamedTensor, Progress
+from weightcached.protocol.engines import Built, EngineRequest, Progress
 from weightcached.protocol.errors import InvalidOption, UnsupportedModel
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import ModelConfig, VllmConfig
 
 NAME = "vllm"
 REVISION = 1
-
-Stage = Literal["before", "after"]
 
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 _SWITCHES = re.compile(
@@ -51,22 +51,21 @@ class VllmAdapter:
     def key(self, request: EngineRequest) -> Mapping[str, Any]:
         """Imports vLLM, and makes its config. Reads no weight."""
         asked = _Asked.of(request)
-        return key_of(asked.config, asked.config.model_config, asked.stage).entries
+        return key_of(asked.config, asked.config.model_config, request.model_dir, asked.stage).entries
 
     def build(self, request: EngineRequest, progress: Progress) -> Built:
         """Parameters, and buffers that a state dict has: all others follow from the config, in any engine."""
         progress("import vllm")
         asked = _Asked.of(request)
-        model = _built(asked, request, progress)
-        return Built(tensors=tuple(_state(model)))
+        return Building(asked.config, asked.stage, request.parallel, progress).built()
 
 
 ADAPTER = VllmAdapter()
 
 
-def key_of(config: VllmConfig, model_config: ModelConfig, stage: Stage = "before") -> EngineKey:
-    """The key of one model of ``config``, as vLLM is configured in this process. Compute it before the model is made,
-    which changes the config.
+def key_of(config: VllmConfig, model_config: ModelConfig, model_dir: Path, stage: Stage = "before") -> EngineKey:
+    """The key of one model of ``config``, whose checkpoint is ``model_dir``, as vLLM is configured in this process.
+    Compute it before the model is made, which changes the config.
     """
     import torch
     import vllm
@@ -88,7 +87,7 @@ def key_of(config: VllmConfig, model_config: ModelConfig, stage: Stage = "before
             "convert": model_config.convert_type,
             "quantization": model_config.quantization,
             "quantization_config": _plain(normalize_value(model_config.quantization_config)),
-            "quantization_files": _quantization_files(model_config.model),
+            "quantization_files": _quantization_files(model_dir),
             "hf_overrides": _plain(model_config.hf_overrides),
             "kv_cache_dtype": config.cache_config.cache_dtype,
             "linear_backend": str(config.kernel_config.linear_backend),
@@ -110,7 +109,7 @@ def _plain(value: Any) -> Any:
         ) from error
 
 
-def _quantization_files(model_dir: str) -> dict[str, str]:
+def _quantization_files(model_dir: Path) -> dict[str, str]:
     """Name → SHA-256."""
     found = {}
     for entry in sorted(os.scandir(model_dir), key=lambda entry: entry.name):
@@ -203,79 +202,3 @@ def _set(given: argparse.Namespace, option: str, value: object) -> None:
             next_step="leave it out: sizes, ranks and the model are told before --",
         )
     setattr(given, option, value)
-
-
-def _built(asked: _Asked, request: EngineRequest, progress: Progress) -> torch.nn.Module:
-    """The module as vLLM's loader leaves it, at the stage that is asked for."""
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.worker.workspace import init_workspace_manager
-
-    from weightcached.client.vllm.alone import alone_as
-
-    config, model_config = asked.config, asked.config.model_config
-    device = torch.device(config.device_config.device)
-    if device.type != "cpu":
-        raise UnsupportedModel("this release keeps weights in host memory", expected="cpu", found=device.type)
-    init_workspace_manager(device)
-    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype), alone_as(request.parallel):
-        loader = get_model_loader(config.load_config)
-        progress("build vllm model")
-        with device:
-            model: torch.nn.Module = loader.create_model(config, model_config)
-        _require_supported(model, asked.stage)
-        progress("load weights with vllm")
-        loader.load_weights(model, model_config)
-        if asked.stage == "after":
-            progress("post-process with vllm")
-            _post_process(model, model_config, device)
-    return model
-
-
-def _require_supported(model: torch.nn.Module, stage: Stage) -> None:
-    """Raises UnsupportedModel naming the layer and the method whose state cannot be shared at this stage."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if not isinstance(method, QuantizeMethodBase):
-            continue
-        if getattr(method, "uses_meta_device", False):
-            raise UnsupportedModel(
-                f"layer {name}: {type(method).__name__} quantizes while it loads, and keeps its own form of the result",
-                next_step="leave vLLM's --quantization out, or serve --layout fused --quantization …",
-            )
-        if stage == "after" and not method.supports_pre_processed_weights:
-            raise UnsupportedModel(
-                f"layer {name}: {type(method).__name__} cannot start from weights that are post-processed already",
-                expected="a method that supports pre-processed weights",
-                next_step="use --weight-cache-stage before",
-            )
-
-
-def _post_process(model: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    from weightcached.client.vllm.in_place import without_packing
-
-    full = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.numel()}
-    with without_packing():
-        process_weights_after_loading(model, model_config, device)
-    left = dict(model.named_parameters(remove_duplicate=False))
-    if emptied := sorted(name for name in full & left.keys() if not left[name].numel()):
-        raise UnsupportedModel(
-            "vLLM keeps these parameters in a form of its own, which cannot be shared",
-            found=f"{len(emptied)} emptied: {', '.join(emptied[:8])}",
-            next_step="use --weight-cache-stage before",
-        )
-
-
-def _state(model: torch.nn.Module) -> Iterator[NamedTensor]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield NamedTensor(name, parameter)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
-            yield NamedTensor(name, buffer, "buffer")

@@ -41,12 +41,20 @@ def alone_as(parallel: Parallel) -> Iterator[None]:
     """vLLM's groups are initialised in this block, as rank ``parallel``. vLLM's current config has to be set, and this
     process can be one rank only, once.
     """
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/gloo", local_rank=0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
+        _become(parallel)
+        with _without_peers(parallel):
+            yield
+
+
+def _become(parallel: Parallel) -> None:
+    from vllm.distributed import parallel_state
+
     tensor, stage = (parallel.tp_rank, parallel.tp_size), (parallel.pp_rank, parallel.pp_size)
     # Experts are shared by the devices of a stage; vLLM numbers them as it numbers tensor-parallel ranks.
     for group, (rank, size) in (
@@ -57,8 +65,6 @@ def alone_as(parallel: Parallel) -> Iterator[None]:
         if group is not None:
             group.world_size, group.ranks = size, list(range(size))
             group.rank = group.rank_in_group = rank
-    with _without_peers(parallel):
-        yield
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
         dtype = obtain.dtype_to_ask_for(self._options, model_dir, model_config.dtype)
         engine = None
         if self._options.layout == "vllm":
-            engine = key_of(vllm_config, model_config, self._options.stage)
+            engine = key_of(vllm_config, model_config, model_dir, self._options.stage)
         return obtain.Wish(self._options, name, model_dir, parallel_of(vllm_config, model_config), dtype, engine)
 
     def _built(

@@ -1,8 +1,9 @@
 """An engine as the source of a segment: its adapter builds this rank's state, which is then copied and digested.
 
-Owns the order: receipts of the files, the key once more, build, receipts again, copy. Peak memory is what the engine
-needs to build, then the state twice: the keeper admits the copy when the engine's own is there already. Speaks to
-nobody; `worker.py` asks.
+Owns the order: receipts of the files, the key once more, build, copy, receipts again. Peak memory is what the engine
+needs to build, then the state twice: the keeper admits the copy when the engine's own is there already. Where the
+adapter gives unfilled tensors they are moved into the segment first, and the state is there once. Speaks to nobody;
+`worker.py` asks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from weightcached.loader.engines.moving import copy_to, move, place_of
 from weightcached.loader.engines.state import PlacedTensor, place_state
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files
@@ -36,13 +38,21 @@ class EngineState:
     """What an engine built, while it lies in this process. Made by :func:`build_state`."""
 
     def __init__(
-        self, config: CacheConfig, built: Built, *, receipts: Receipts, files_nbytes: int, build_s: float
+        self,
+        config: CacheConfig,
+        built: Built,
+        *,
+        receipts: Receipts,
+        receipts_now: Callable[[], Receipts],
+        files_nbytes: int,
+        build_s: float,
     ) -> None:
         self._config = config
         self._built = built
         self._seconds = {"build": build_s}
         self._state = place_state(built)
         self.receipts = receipts
+        self._receipts_now = receipts_now
         self.files_nbytes = files_nbytes
         """Of the checkpoint's weights. The engine reads them by itself, and perhaps not all of them."""
 
@@ -56,17 +66,33 @@ class EngineState:
         return sum(one.nbytes for one in self._state.placed if one.alias_of is None)
 
     def copy(self, segment: int, progress: Callable[[int, int], None]) -> tuple[Callable[..., bytes], dict[str, float]]:
-        """Copy every tensor to its place in ``segment``, a writable descriptor, and digest what lies there. Blocks.
+        """Copy every tensor to its place in ``segment``, a writable descriptor, or have it filled there, and digest
+        what lies there. Blocks.
 
-        Returns what encodes the manifest, and the seconds of each stage. Nothing is mapped afterwards.
+        Returns what encodes the manifest, and the seconds of each stage. Nothing is mapped afterwards: of tensors that
+        have been moved nothing may be read any more. Raises CheckpointChanged, and what the engine's filling raises, as
+        :func:`build_state` does.
         """
-        started_s = time.perf_counter()
-        places = [one for one in self._state.placed if one.alias_of is None]
+        seconds = dict(self._seconds)
         with closing(host.map_shared(segment, nbytes=self.segment_nbytes)) as mapping:
+            if self._built.fill is not None:
+                started_s = time.perf_counter()
+                self._fill(self._built.fill, mapping.view())
+                seconds["fill"] = time.perf_counter() - started_s
+            started_s = time.perf_counter()
+            places = [one for one in self._state.placed if one.alias_of is None]
             digests = _copied(places, mapping.view(), progress)
-        seconds = self._seconds | {"copy": time.perf_counter() - started_s}
+            seconds["copy"] = time.perf_counter() - started_s
+        # From the paths anew: a file that was put in another's place is seen too, and not only one that was written to.
+        self.receipts.require_same(self._receipts_now())
         rows = tuple(_row(one, digests[one.alias_of or one.name]) for one in self._state.placed)
         return partial(self._encode, rows, seconds), seconds
+
+    def _fill(self, fill: Callable[[], Built], segment: memoryview) -> None:
+        move(self._state, segment)
+        with engine_errors(self._config.layout):
+            self._built = fill()
+        self._state = self._state.with_tensors_of(self._built)
 
     def _encode(
         self,
@@ -102,10 +128,11 @@ def build_state(
     also_trusted: Collection[str],
     progress: Progress,
 ) -> EngineState:
-    """Have the engine that ``config.layout`` names build its state, from files that are the same before and after.
+    """Have the engine that ``config.layout`` names build its state. That the files were the same all the time is seen
+    when it has been copied.
 
-    Raises CheckpointChanged, EngineFailed with the engine's own words, InsufficientMemory, UnsupportedModel naming
-    what cannot be shared, and what opening the checkpoint raises.
+    Raises EngineFailed with the engine's own words, InsufficientMemory, UnsupportedModel naming what cannot be shared,
+    and what opening the checkpoint raises.
     """
     request = EngineRequest(
         model_dir=Path(model_dir), parallel=config.parallel, dtype=config.dtype, arguments=tuple(arguments)
@@ -115,10 +142,14 @@ def build_state(
     started_s = time.perf_counter()
     with engine_errors(config.layout):
         built = find_adapter(config.layout).build(request, progress)
-    build_s = time.perf_counter() - started_s
-    # From the paths anew: a file that was put in another's place is seen too, and not only one that was written to.
-    before.require_same(_receipts(model_dir, also_trusted)[0])
-    return EngineState(config, built, receipts=before, files_nbytes=files_nbytes, build_s=build_s)
+    return EngineState(
+        config,
+        built,
+        receipts=before,
+        receipts_now=lambda: _receipts(model_dir, also_trusted)[0],
+        files_nbytes=files_nbytes,
+        build_s=time.perf_counter() - started_s,
+    )
 
 
 def _receipts(model_dir: str, also_trusted: Collection[str]) -> tuple[Receipts, int]:
@@ -179,28 +210,17 @@ def _copied(
     places: Sequence[PlacedTensor], segment: memoryview, progress: Callable[[int, int], None]
 ) -> dict[str, bytes]:
     """Copy, with a few threads; name → XXH3-128 of the bytes that lie there then."""
-    import torch
-
-    if not places:
-        return {}
     total = sum(one.nbytes for one in places)
-    whole = torch.frombuffer(segment, dtype=torch.uint8) if len(segment) else torch.empty(0, dtype=torch.uint8)
 
     def copy(one: PlacedTensor) -> bytes:
-        here = whole[one.offset : one.offset + one.nbytes]
         if one.nbytes:
-            with torch.no_grad():
-                source = one.tensor.detach()
-                target = here.view(source.dtype).as_strided(source.shape, source.stride())
-                for axis, step in enumerate(source.stride()):
-                    if step == 0:  # an expanded axis: all its elements are one
-                        source, target = source.narrow(axis, 0, 1), target.narrow(axis, 0, 1)
-                target.copy_(source)
+            copy_to(place_of(one, segment), one.tensor)
         hasher = xxhash.xxh3_128()
         hasher.update(segment[one.offset : one.offset + one.nbytes])
         return hasher.digest()
 
-    digests, done, told_s = {}, 0, 0.0
+    digests: dict[str, bytes] = {}
+    done, told_s = 0, 0.0
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), COPY_THREADS_MAX)) as threads:
         for one, digest in zip(places, threads.map(copy, places), strict=True):
             digests[one.name] = digest

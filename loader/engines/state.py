@@ -7,7 +7,7 @@ that of the module and of the adapter's own tensors, so that the same state alwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightcached.loader.layout import aligned
@@ -38,6 +38,24 @@ class PlacedState:
 
     placed: tuple[PlacedTensor, ...]
     segment_nbytes: int
+
+    def with_tensors_of(self, built: Built) -> PlacedState:
+        """The same places for the tensors of ``built``. Raises UnsupportedModel unless names and forms are the same,
+        and what was tied still is.
+        """
+        now = {one.name: one for one in place_state(built).placed}
+        before = {one.name: one for one in self.placed}
+        for name in [*before, *(now.keys() - before.keys())]:
+            ties = name in before and before[name].alias_of is not None
+            forms = [_form(state[name], ties=ties) if name in state else None for state in (before, now)]
+            if forms[0] != forms[1]:
+                raise _refused(name, f"the form it had before it was filled: {forms[0]}", str(forms[1]))
+        return replace(self, placed=tuple(replace(one, tensor=now[one.name].tensor) for one in self.placed))
+
+
+def _form(one: PlacedTensor, *, ties: bool) -> tuple[object, ...]:
+    form = (one.dtype, tuple(one.tensor.shape), one.tensor.stride(), one.kind, one.persistent)
+    return (*form, f"tied to {one.alias_of}") if ties else form
 
 
 def place_state(built: Built) -> PlacedState:

@@ -10,7 +10,7 @@ and by tests; `tests/engines` compares it with vLLM.
 
 from weightcached.loader.reference.files import NotOnDisk
 from weightcached.loader.reference.model import ARCHITECTURES
-from weightcached.loader.reference.ranks import NotCompared
+from weightcached.loader.reference.ranks import NotCompared, Unfit
 from weightcached.loader.reference.reference import Reference
 
-__all__ = ["ARCHITECTURES", "NotCompared", "NotOnDisk", "Reference"]
+__all__ = ["ARCHITECTURES", "NotCompared", "NotOnDisk", "Reference", "Unfit"]

@@ -102,7 +102,7 @@ def places(name: str, model: Model, *, has_latent_queries: bool) -> list[Place]:
         kinds = ("k", "v") if found.get("both") else (found["kind"],)
         return [Place(f"{match['attention']}.attn", f"{kind}_scale", "kv_scale") for kind in kinds]
     name = _respelled(name, model)
-    if match := _OF_AN_EXPERT.fullmatch(name):
+    if (match := _OF_AN_EXPERT.fullmatch(name)) and match["projection"] in _EXPERT:
         weight, part = _EXPERT[match["projection"]]
         suffix = match["suffix"]
         return [Place(f"{match['experts']}.routed_experts", f"{weight}_{suffix}", suffix, part, int(match["expert"]))]

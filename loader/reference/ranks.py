@@ -15,6 +15,10 @@ class NotCompared(Exception):
     """The reference has no rule for this parameter; the text says why."""
 
 
+class Unfit(Exception):
+    """The files' tensors make no such parameter: their shapes do not go together, or ranks cannot share them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Tensor-parallel rank ``index`` of ``size``, and its place in the other two kinds of parallelism."""
@@ -48,7 +52,7 @@ class Ranks:
         """This rank's of ``pieces`` equal pieces: as many as ranks, or fewer, each of which several ranks have."""
         pieces = self.size if pieces is None else min(pieces, self.size)
         if tensor.shape[axis] % pieces or self.size % pieces:
-            raise NotCompared(f"{pieces} of {self.size} ranks cannot share {tensor.shape[axis]} evenly")
+            raise Unfit(f"{pieces} of {self.size} ranks cannot share {tensor.shape[axis]} evenly")
         return tensor.chunk(pieces, axis)[self.index // (self.size // pieces)]
 
     def vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from weightcached.loader.reference.files import Files, NotOnDisk
 from weightcached.loader.reference.model import ARCHITECTURES, Model
 from weightcached.loader.reference.names import PARTS, Place, Sources, belonging
 from weightcached.loader.reference.online import endings, quantized
-from weightcached.loader.reference.ranks import NotCompared, Ranks
+from weightcached.loader.reference.ranks import NotCompared, Ranks, Unfit
 from weightcached.protocol.config import CacheConfig
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -59,7 +59,13 @@ class Reference:
         self._files.__exit__()
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The parameter of that name, in memory of its own. Raises NotCompared or NotOnDisk."""
+        """The parameter of that name, in memory of its own. Raises NotCompared, NotOnDisk or Unfit."""
+        try:
+            return self._parameter(name)
+        except (IndexError, RuntimeError) as error:  # torch's, of shapes
+            raise Unfit(str(error)) from error
+
+    def _parameter(self, name: str) -> torch.Tensor:
         if self._config.layout == "hf":
             return self._cast(self._files.tensor(name))
         if self._config.layout != "fused" or self._config.architecture not in ARCHITECTURES:

@@ -103,6 +103,28 @@ def test_each_difference_from_disk_is_named(tmp_path: Path, runtime_dir: Path, s
         assert said(directory, "--layout", "fused")[0] == 0  # what is resident is what it was
 
 
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        ("self_attn.v_proj.weight", (16, 30)),  # its neighbours have 32 columns
+        ("mlp.down_proj.weight", (32, 47)),  # two ranks cannot share that
+        ("mlp.down_proj.weight", (32,)),
+    ],
+)
+def test_tensors_on_disk_that_do_not_go_together_are_a_difference(
+    tmp_path: Path, tensor: str, shape: tuple[int, ...]
+) -> None:
+    directory = tmp_path / "m"
+    rewritten(directory)
+    options: dict[str, Any] = {"layout": "fused", "tp_size": 2, "tp_rank": 1}
+    config = build_config(directory, **options)
+    with attach(directory, mode="off", **options) as weights:
+        name = f"model.layers.1.{tensor}"
+        rewritten(directory, **{name: raw_tensor(name, shape)})
+        found = [one for one in against_disk(weights, directory, config) if one.verdict != "equal"]
+    assert [(one.name, one.verdict) for one in found] == [(name.replace("v_proj", "qkv_proj"), "differs")]
+
+
 def test_a_tensor_that_is_gone_from_disk_is_extra_in_memory(tmp_path: Path) -> None:
     directory = tmp_path / "m"
     rewritten(directory, more=raw_tensor("more", (3,)))

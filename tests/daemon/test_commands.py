@@ -43,6 +43,27 @@ def status_json(runtime_dir: Path, *more: object) -> tuple[int, list[dict[str, A
 FAIL = {"fail_at": "job", "fail": {"code": "missing_shard", "message": "model-2.safetensors is gone"}}
 
 
+@pytest.mark.parametrize("words", [["--help"], ["status", "--json"], ["digest", "MODEL"], ["plan", "MODEL", "--json"]])
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback(
+    model: Path, runtime_dir: Path, words: list[str]
+) -> None:
+    """As in ``weightcached plan MODEL | head -1``."""
+    unread, written = os.pipe()
+    os.close(unread)
+    try:
+        environment = {**os.environ, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)}
+        command = [
+            sys.executable,
+            "-m",
+            "weightcached.daemon",
+            *(str(model) if word == "MODEL" else word for word in words),
+        ]
+        ended = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    finally:
+        os.close(written)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 class TestStatus:
     def test_nothing_there_is_3(self, runtime_dir: Path) -> None:
         assert status_json(runtime_dir) == (3, [])
@@ -91,7 +112,7 @@ class TestStatus:
 
             assert status_json(runtime_dir, "--name", "a-ready")[0] == 0
             text = run("status", "--runtime-dir", runtime_dir).stdout
-            assert re.search(r"^a-ready/host-tp0of1 +ready +\S+ +0/1 +- +4\.0 KiB +1 ", text, re.M), text
+            assert re.search(r"^a-ready/host-tp0of1 +ready +\S+ +tp0of1 +- +4\.0 KiB +1 ", text, re.M), text
             assert re.search(r"^b-loading/host-tp0of1 +loading .* read 50% at ", text, re.M), text
             assert f"lease of pid {os.getpid()}" in text
             assert "last error: missing_shard: model-2.safetensors is gone" in text
@@ -280,6 +301,9 @@ class TestUp:
                     mine = build_config(model, layout="fused", **spot.options)
                     assert {one.verdict for one in against_disk(weights, model, mine)} == {"equal"}
             assert len({one["version"] for one in status_json(runtime_dir)[1]}) == 1
+            shown = run("status", "--runtime-dir", runtime_dir).stdout
+            ranks = [f"tp0of1-pp{stage}of2-ep{rank}of2" for stage, rank in itertools.product(range(2), range(2))]
+            assert re.findall(r" (tp\S+) +- ", shown) == ranks
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
 

@@ -41,7 +41,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attached(served: Daemon, *arguments: str, **options: Any) -> WeightSet:
-    from toy_engine.cached import attached  # type: ignore[import-not-found]  # installed by the fixture
+    from toy_engine.cached import attached
 
     where = {"mode": "require", "runtime_dir": served.place.runtime_dir, "timeout_s": 30.0}
     return attached(served.model_dir, arguments, **where, **options)
@@ -90,7 +90,7 @@ def test_an_engine_is_started_killed_and_started_again_across_the_daemon_s_own_d
     toy: Path, runtime_dir: Path, site: Path
 ) -> None:
     def engine() -> dict[str, Any]:
-        command = [sys.executable, "-m", "toy_engine.cached", toy, runtime_dir, "--packing", "4"]
+        command = [sys.executable, "-m", "toy_engine.cached", str(toy), str(runtime_dir), "--packing", "4"]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
 
     with supervised_daemon(toy, runtime_dir, *PACKED) as served:

@@ -301,6 +301,21 @@ def limited_to(daemon: Daemon, more: int) -> Iterator[None]:
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
 
 
+def test_a_load_without_descriptors_is_tried_again_when_there_may_be_some(model: Path, runtime_dir: Path) -> None:
+    """Clients may have had them all: nothing is wrong with the daemon or the checkpoint."""
+    release = runtime_dir.parent / "release"
+    os.mkfifo(release)
+    script = {"hang_at": "job", "release": str(release), "only_attempts": 1, "attempts": f"{release}.attempts"}
+    with scripted_daemon(model, runtime_dir, script=script) as daemon:
+        writer = os.open(release, os.O_WRONLY)  # the worker has opened it: it is at its point
+        with limited_to(daemon, 0):
+            os.close(writer)
+            daemon.wait_logged("loading again")
+        daemon.wait_until("ready")
+        (again,) = [line for line in daemon.log.lines if "loading again" in line]
+        assert "no descriptor left to load with" in again
+
+
 def cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

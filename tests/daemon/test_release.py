@@ -26,7 +26,7 @@ def test_a_daemon_without_a_vault_gives_up_and_ends(model: Path, runtime_dir: Pa
         daemon.wait_until("ready")
         ended = release(runtime_dir, "--tp-size", "1")
         assert (ended.returncode, ended.stderr) == (0, "")
-        assert ended.stdout == "default/host-tp0of1: gave up 1 generations, 4.0 KiB\n"
+        assert ended.stdout == "default/host-tp0of1: gave up 1 generation, 4.0 KiB\n"
         assert daemon.process.wait(TIMEOUT_S) == 0
         assert not daemon.place.socket_path.exists()
 
@@ -50,7 +50,7 @@ def test_a_vault_that_outlives_daemons_is_emptied(model: Path, runtime_dir: Path
             assert "systemctl clean --what=fdstore" in ended.stdout
             assert any(name.endswith(".m") for name in manager.names)
         else:
-            assert "gave up 1 generations" in ended.stdout
+            assert "gave up 1 generation," in ended.stdout
             assert daemon.process.wait(TIMEOUT_S) == 0
             daemon.log.join()
             assert manager.names == []

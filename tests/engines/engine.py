@@ -40,13 +40,16 @@ class Engine:
         self._process = process
         self._log = log
 
-    def held(self, model: Path, case: Case, rank: Rank) -> dict[str, Held]:
-        """What vLLM holds of the checkpoint ``model`` at ``rank``, but what is its own. Raises EngineError."""
+    def held(self, model: Path, case: Case, rank: Rank, *, processed: bool = False) -> dict[str, Held]:
+        """What vLLM holds of the checkpoint ``model`` at ``rank``, but what is its own, before its post-processing or
+        after. Raises EngineError.
+        """
         answer = self.ask(
             model=str(model),
             tp=(rank.tp_rank, rank.tp_size),
             pp=(rank.pp_rank, rank.pp_size),
             options=case.engine_options_at(rank),
+            processed=processed,
         )
         return {
             name: Held(found["dtype"], tuple(found["shape"]), found["sha256"], tuple(found["names"]))

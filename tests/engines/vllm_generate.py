@@ -57,7 +57,8 @@ def _code_of(error):
 class Server:
     """At most one engine."""
 
-    _llm: Any = None
+    def __init__(self) -> None:
+        self._llm: Any = None
 
     def start(self, *, packing: bool = True, **engine: object) -> dict:
         """Start an engine with these ``EngineArgs``; what its workers say of themselves.

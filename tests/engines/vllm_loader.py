@@ -1,21 +1,23 @@
-"""vLLM's own loader as a process: for each request, the parameters of one rank after loading, before post-processing.
+"""vLLM's own loader as a process: for each request, the parameters of one rank after loading, before post-processing
+or after.
 
-Run by path, with the Python that has vLLM; imports nothing of this project, and knows nothing of what is compared. A
-line on what was standard output says that it is ready; then a request is a line of JSON on standard input (the
-arguments of :meth:`FakeRank.parameters`), its answer a line of JSON. What vLLM prints goes to standard error. It ends
-when its input does.
+Run by path, with the Python that has vLLM; imports nothing of this project but what lies beside it, and knows nothing
+of what is compared. A line on what was standard output says that it is ready; then a request is a line of JSON on
+standard input (the arguments of :meth:`FakeRank.parameters`), its answer a line of JSON. What vLLM prints goes to
+standard error. It ends when its input does.
 
 One process plays every rank: it is told that it is rank R of N, which is all that loading asks. The bytes are those
 of N processes (seen with gloo at TP 2).
 """
 
 import gc
-import hashlib
 import json
 import os
 import sys
 import tempfile
 import traceback
+
+from parameters import parameters_of
 
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -57,10 +59,13 @@ class FakeRank:
         self._init_method = init_method
         init_workspace_manager(self._device)
 
-    def parameters(self, *, model: str, tp: tuple[int, int], pp: tuple[int, int], options: dict) -> dict:
+    def parameters(
+        self, *, model: str, tp: tuple[int, int], pp: tuple[int, int], options: dict, processed: bool = False
+    ) -> dict:
         """Name → dtype, shape, SHA-256 and all names of the same memory. ``tp`` and ``pp`` are (index, size).
 
-        ``options`` are those of vLLM's ``EngineArgs``, both sizes among them.
+        ``options`` are those of vLLM's ``EngineArgs``, both sizes among them. ``processed``: after post-processing,
+        which empties what it packs into a form of its own.
         """
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -81,7 +86,11 @@ class FakeRank:
             with self._device:
                 module = loader.create_model(config, config.model_config)
             loader.load_weights(module, config.model_config)
-            held = _held(module)
+            if processed:
+                from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+                process_weights_after_loading(module, config.model_config, self._device)
+            held = parameters_of(module)
         del module
         gc.collect()  # modules are cycles, and hundreds of them are made here
         gc.freeze()  # the rest stays: looking at all that vLLM imports takes longer than loading
@@ -101,29 +110,6 @@ class FakeRank:
             if group is not None:
                 group.world_size, group.ranks = size, list(range(size))
                 group.rank = group.rank_in_group = index
-
-
-def _held(module) -> dict:
-    """What parameters hold. Zero-size ones have no memory to share, and are told apart as objects."""
-    import torch
-
-    names: dict = {}
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else id(tensor)
-        names.setdefault(place, []).append(name)
-    return {
-        name: {
-            "dtype": str(tensors[name].dtype).removeprefix("torch."),
-            "shape": list(tensors[name].shape),
-            "sha256": hashlib.sha256(
-                tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            ).hexdigest(),
-            "names": sorted(tied),
-        }
-        for tied in names.values()
-        for name in tied
-    }
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def test_all_reads_at_once_bring_the_same_bytes(case):
     assert sum(nbytes for _, nbytes in requests(parameter)) == read_nbytes >= kept
 
 
-def test_a_large_copy_is_cut_into_slabs_of_two_mebibytes():
-    tensor = header("t", (6 << 20,))
+def test_a_large_copy_is_cut_into_slabs_of_eight_mebibytes():
+    tensor = header("t", (24 << 20,))
     box = whole(tensor.shape)
     parameter = PlannedParameter("p", tensor.shape, "int16", "int16", (Copy(tensor, box, box),))
     made = list(slabs(parameter))

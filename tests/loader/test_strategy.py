@@ -6,7 +6,15 @@ import pytest
 
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
-from weightcached.loader.strategy import FAR_AHEAD_NBYTES, RUN_NBYTES, THREADS, WAITING_THREADS, FileFacts, choose
+from weightcached.loader.strategy import (
+    FAR_AHEAD_NBYTES,
+    RUN_NBYTES,
+    SLABS_NBYTES,
+    THREADS,
+    WAITING_THREADS,
+    FileFacts,
+    choose,
+)
 
 GIB = 1 << 30
 FACTS = FileFacts(GIB, "ext4", cached_share=0.0, direct=True)
@@ -59,6 +67,7 @@ def test_threads_that_wait_for_a_disk_read_at_places_of_their_own() -> None:
     assert (warm.threads, warm.run_nbytes, warm.apart) == (THREADS, RUN_NBYTES, False)
     far = choose([parameter()], {"f": replace(FACTS, file_system="nfs")}, free_nbytes=3 * GIB)
     assert (far.run_nbytes, far.apart) == (0, False)
+    assert all(one.threads * one.slab_nbytes <= SLABS_NBYTES for one in (cold, warm, far))
 
 
 @pytest.mark.parametrize(("rows", "exact"), [(1 << 15, set()), (1 << 14, {"f"})])

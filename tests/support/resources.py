@@ -27,18 +27,6 @@ def memfd_mappings(pid: int | str = "self") -> list[str]:
         return [line for line in file if "/memfd:" in line]
 
 
-def private_nbytes(pid: int | str = "self") -> int:
-    """Bytes of mapped memfds that are the process's own: pages that it has written to, and nobody else sees."""
-    kilobytes, inside = 0, False
-    with open(f"/proc/{pid}/smaps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            if "-" in line.split(" ", 1)[0]:  # the first line of a mapping begins with its addresses
-                inside = "/memfd:" in line
-            elif inside and line.startswith("Anonymous:"):
-                kilobytes += int(line.split()[1])
-    return kilobytes * 1024
-
-
 def anonymous_nbytes(pid: int | str = "self") -> int:
     """The process's own memory (RssAnon)."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
@@ -105,3 +93,8 @@ def own_memfd_mappings() -> list[MemfdMapping]:
             elif inside and key == "Anonymous:":
                 found[-1] = replace(found[-1], own_nbytes=int(value.split()[0]) * 1024)
     return found
+
+
+def private_nbytes() -> int:
+    """Bytes of mapped memfds that are this process's own: pages that it has written to, and nobody else sees."""
+    return sum(mapping.own_nbytes for mapping in own_memfd_mappings())

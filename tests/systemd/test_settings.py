@@ -56,7 +56,7 @@ def test_released_is_not_started_again_and_engines_load_from_disk(small: Service
     small.systemctl("start")
     release = (f"{sys.prefix}/bin/weightcached", "release", "--name", "small", "--allow-uid", "weightcached")
     done = small.box.run(*release)
-    assert "small/host-tp0of1: gave up 1 generations" in done.stdout
+    assert "small/host-tp0of1: gave up 1 generation," in done.stdout
     small.systemctl("stop")  # a start that was under way would show as a failure to stop, or as another result
     assert (small.show("ActiveState"), small.show("Result"), small.show("NRestarts")) == ("inactive", "success", "0")
     assert small.show("NFileDescriptorStore") == "0"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.daemons import daemon
+from tests.support.modules import bytes_of, state_of
 from tests.support.recipes import recipe_of
 from weightcached.client import attach
 from weightcached.client.engine import model as engine_model
@@ -29,11 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
 def digests(module: torch.nn.Module) -> dict[str, str]:
     """Name → digest of dtype, shape and bytes of everything in the module."""
     return {
-        name: hashlib.sha256(
-            f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-            + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for name, tensor in engine_model.state_of(module).items()
+        name: hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor)).hexdigest()
+        for name, tensor in state_of(module).items()
     }
 
 
@@ -76,7 +74,7 @@ def test_tied_parameters_are_one_object(models: Callable[..., Path]) -> None:
 def test_buffers_that_no_checkpoint_has_are_real(tiny: Path) -> None:
     with attach(tiny, mode="off") as weights:
         module: Any = engine_model.load(recipe_of(tiny), weights, dtype="auto")
-    assert not any(tensor.is_meta for tensor in engine_model.state_of(module).values())
+    assert not any(tensor.is_meta for tensor in state_of(module).values())
     assert module.model.rotary_emb.inv_freq.abs().sum() > 0
 
 

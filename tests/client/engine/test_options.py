@@ -36,6 +36,7 @@ def test_daemons_of_other_users_may_be_trusted_by_name_or_number() -> None:
         ["--model", "m", "--timeout", "-1"],
         ["--model", "m", "--timeout", "inf"],
         ["--model", "m", "--dtype", "int8"],
+        ["--model", "m", "--layout", "fused"],
         ["--model", "m", "--mod", "n"],
         ["--model", "m", "--allow-uid", "nobody-of-that-name"],
     ],
@@ -59,6 +60,12 @@ def test_the_owned_daemon_serves_what_the_engine_asks_for() -> None:
         "--name": "n",
         "--runtime-dir": "/r",
     }
+
+
+def test_the_owned_daemon_makes_the_layout_of_transformers_where_that_is_asked_for() -> None:
+    words = serve_command(EngineOptions(model="m", layout="transformers"), "/models/m")
+    assert words[words.index("--engine") + 1] == "transformers"
+    assert "--layout" not in words
 
 
 @pytest.mark.parametrize(

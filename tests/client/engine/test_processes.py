@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import expert_models
 from tests.support.daemons import daemon, supervised_daemon
 from weightcached.client import STALE_EXIT
 from weightcached.client.demo import http as engine_http
+from weightcached.client.demo.checkpoint import write_tokenizer
 from weightcached.client.engine.options import EngineOptions, serve_command
 from weightcached.client.owned_daemon import OwnedDaemon
 from weightcached.protocol.deadline import Deadline
@@ -283,3 +285,19 @@ def test_an_owned_daemon_that_cannot_start_is_said_with_its_exit_status(tiny: Pa
     with OwnedDaemon(place, serve_command(options, tiny)) as owned, pytest.raises(DeploymentError) as caught:
         owned.wait_bound(Deadline.after(TIMEOUT_S))
     assert "exit status" in str(caught.value.found)
+
+
+@pytest.mark.slow
+def test_a_model_with_experts_from_the_layout_that_transformers_makes(tmp_path: Path, runtime_dir: Path) -> None:
+    settings = {"vocab_size": write_tokenizer(tmp_path), "eos_token_id": 0, "max_position_embeddings": 256}
+    model = expert_models.write(tmp_path, expert_models.config_of("mixtral", **settings))
+    words = ("--prompt", PROMPT, "--max-new-tokens", "8", "--json")
+    plain = json.loads(run(model, runtime_dir, *words, "--weight-cache-mode", "off").stdout)
+    made = run(model, runtime_dir, *words, "--weight-cache-mode", "daemon", "--layout", "transformers")
+    assert made.returncode == 0, made.stderr
+    cached = json.loads(made.stdout)
+    assert cached["weights"]["source"] == "daemon"
+    assert cached["answer"]["token_ids"] == plain["answer"]["token_ids"]
+    refused = run(model, runtime_dir, *words, "--weight-cache-mode", "daemon")
+    assert refused.returncode == 2, refused.stderr
+    assert "--layout transformers" in refused.stderr

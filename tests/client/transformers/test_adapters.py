@@ -21,7 +21,9 @@ def adapter(checkpoints: Callable, tmp_path: Path) -> Path:
     """An adapter of the tied Llama that changes its answers."""
     torch.manual_seed(1)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
-    peft.get_peft_model(CAUSAL.from_pretrained(checkpoints("llama-tied")[1]), config).save_pretrained(tmp_path / "lora")
+    peft.get_peft_model(CAUSAL.from_pretrained(checkpoints("llama-tied")[1]), config).save_pretrained(
+        str(tmp_path / "lora")
+    )
     return tmp_path / "lora"
 
 

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file
 
 from tests.support.modules import PADDED_BY_TRANSFORMERS, bytes_of, mapped_buffers, require_same, same_outputs, unmapped
 from weightcached.client.transformers import from_pretrained, weights_of
 from weightcached.client.transformers.engine import ADAPTER
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.engines import EngineRequest
-from weightcached.protocol.errors import InvalidOption, MissingTensor, UnsupportedModel
+from weightcached.protocol.errors import (
+    CacheConfigMismatch,
+    DaemonAbsent,
+    InvalidOption,
+    MissingTensor,
+    UnsupportedModel,
+)
 
 
 def request(directory: Path, *arguments: str, tp_size: int = 1, dtype: Any = "auto") -> EngineRequest:
@@ -95,9 +102,13 @@ def test_it_has_whole_models_only(checkpoints: Callable) -> None:
         ADAPTER.key(request(checkpoints("llama-tied")[1], tp_size=2))
 
 
+LEFT_OPEN: dict[str, dict[str, Any]] = {"deepseek-v2": {"num_experts_per_tok": 2}}
+"""What a case's configuration does not say and a computation needs."""
+
 ENGINE_MADE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gpt-oss", "llama-tied", "bert-words")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINE_MADE)
 def test_a_model_bound_to_what_was_made_is_the_one_that_transformers_loads(
     name: str, checkpoints: Callable, serve: Callable[..., None], cache: dict[str, Any]
@@ -105,12 +116,55 @@ def test_a_model_bound_to_what_was_made_is_the_one_that_transformers_loads(
     case, directory = checkpoints(name)
     serve(directory, "--engine", "transformers")
     kind = getattr(transformers, case.auto_class)
-    model = from_pretrained(kind, directory, weight_cache={**cache, "layout": "transformers"})
+    more = LEFT_OPEN.get(name, {})
+    model = from_pretrained(kind, directory, weight_cache={**cache, "layout": "transformers"}, **more)
     weights = weights_of(model)
     assert weights is not None
     assert (weights.source, weights.meta.config["layout"]) == ("daemon", "transformers")
-    ordinary = kind.from_pretrained(directory)
+    ordinary = kind.from_pretrained(directory, **more)
     require_same(model, ordinary)
     assert same_outputs(model, ordinary, (3, 1, 4, 1, 5, 9, 2, 6))
     assert unmapped(model) == (PADDED_BY_TRANSFORMERS if name == "bert-words" else set())
     assert mapped_buffers(model) == set()
+
+
+def test_a_body_is_bound_to_what_was_made_with_its_head_and_another_class_is_another_key(
+    checkpoints: Callable, serve: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    directory = checkpoints("mixtral")[1]
+    serve(directory, "--engine", "transformers")
+    made = {**cache, "layout": "transformers"}
+    body = from_pretrained(transformers.AutoModel, directory, weight_cache=made)
+    require_same(body, transformers.AutoModel.from_pretrained(directory))
+    assert unmapped(body) == set()
+    with pytest.raises(CacheConfigMismatch) as caught:
+        from_pretrained(
+            transformers.AutoModel,
+            directory,
+            weight_cache={**made, "engine_arguments": ["--model-class", "MixtralModel"]},
+        )
+    assert [field.field for field in caught.value.fields] == ["engine.model_class"]
+
+
+def test_it_is_saved_as_the_checkpoint_was(
+    checkpoints: Callable, tmp_path: Path, serve: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    """What Transformers stacks when it loads it takes apart when it saves, whichever way the model came."""
+    directory = checkpoints("mixtral")[1]
+    serve(directory, "--engine", "transformers")
+    kind = transformers.MixtralForCausalLM
+    from_pretrained(kind, directory, weight_cache={**cache, "layout": "transformers"}).save_pretrained(tmp_path / "a")
+    kind.from_pretrained(directory).save_pretrained(tmp_path / "b")
+    saved, ordinary = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert saved.keys() == ordinary.keys()
+    assert any("experts.0" in name for name in saved)
+    assert all(bytes_of(saved[name]) == bytes_of(ordinary[name]) for name in saved)
+
+
+def test_where_no_daemon_is_transformers_reads_the_files(checkpoints: Callable, runtime_dir: Path) -> None:
+    directory = checkpoints("mixtral")[1]
+    asked = {"layout": "transformers", "runtime_dir": runtime_dir}
+    model = from_pretrained(transformers.MixtralForCausalLM, directory, weight_cache=asked)
+    assert weights_of(model) is None
+    with pytest.raises(DaemonAbsent):
+        from_pretrained(transformers.MixtralForCausalLM, directory, weight_cache={**asked, "mode": "require"})

@@ -274,9 +274,28 @@ def test_a_hub_id_is_where_transformers_has_it(
     (repository / "refs" / "v1").write_text(commit)
     serve(snapshot)
     asked = {"revision": "v1", "cache_dir": tmp_path / "hub", "local_files_only": True}
-    model = from_pretrained(CAUSAL, "some-org/Model", weight_cache=cache, **asked)
-    ordinary = CAUSAL.from_pretrained("some-org/Model", **asked)
+    kind = transformers.LlamaForCausalLM  # an Auto class would ask the hub for an adapter, whatever it is told
+    model = from_pretrained(kind, "some-org/Model", weight_cache=cache, **asked)
+    ordinary = kind.from_pretrained("some-org/Model", **asked)
     assert weights_of(model) is not None
     assert model.name_or_path == ordinary.name_or_path == "some-org/Model"
     require_same(model, ordinary)
     assert unmapped(model) == set()
+
+
+def test_a_device_map_to_this_host_s_memory_is_honoured_and_one_to_a_disk_is_refused(
+    checkpoints: Callable, tmp_path: Path, serve: Serve, cache: dict[str, Any]
+) -> None:
+    directory = checkpoints("llama")[1]
+    serve(directory)
+    model = from_pretrained(CAUSAL, directory, device_map="cpu", weight_cache=cache)
+    require_same(model, CAUSAL.from_pretrained(directory, device_map="cpu"))
+    assert unmapped(model) == set()
+    with pytest.raises(InvalidOption, match="device_map"):
+        from_pretrained(
+            CAUSAL,
+            directory,
+            device_map={"model": "cpu", "lm_head": "disk"},
+            offload_folder=tmp_path / "offload",
+            weight_cache=cache,
+        )

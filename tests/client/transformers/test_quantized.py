@@ -73,3 +73,17 @@ def test_what_transformers_makes_of_other_values_is_mapped_from_an_engine_made_l
     assert model.config.to_dict() == ordinary.config.to_dict()
     with attach(directory, mode="off") as weights, pytest.raises((BindError, UnsupportedModel)), binding_to(weights):
         CAUSAL.from_pretrained(directory)
+
+
+def test_a_module_that_is_quantized_otherwise_than_its_state_is_refused(
+    checkpoints: Callable, tmp_path: Path, serve: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    """Transformers alone would go on with random weights in the place of those that are packed."""
+    directory = compressed(checkpoints("llama-int4-group")[1], tmp_path / "packed")
+    serve(directory, "--engine", "transformers")
+    made = {**cache, "layout": "transformers"}
+    otherwise = transformers.CompressedTensorsConfig(dequantize=True)
+    with pytest.raises(BindError) as caught:
+        from_pretrained(CAUSAL, directory, quantization_config=otherwise, weight_cache=made)
+    assert "proj.weight" in str(caught.value.found)
+    assert unmapped(from_pretrained(CAUSAL, directory, weight_cache=made)) == set()

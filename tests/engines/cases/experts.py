@@ -1,6 +1,10 @@
 """Decoders with experts: sliced, whole on each rank, and on pipeline stages."""
 
-from tests.engines.cases.case import DECODER, Case
+import re
+from typing import Any
+
+from tests.engines.cases.case import DECODER, Case, Tensors
+from tests.support.checkpoints import RawTensor
 
 MIXTRAL = {**DECODER, "model_type": "mixtral", "num_local_experts": 10}
 QWEN2 = {
@@ -50,6 +54,24 @@ GPT_OSS = {
 IN_BF16 = {"dtype": "bfloat16"}
 """Transformers keeps DeepSeek's router in float32, vLLM makes it what the model is."""
 
+
+def in_stacks(config: dict[str, Any], tensors: Tensors) -> None:
+    """The edit that puts a layer's experts into one tensor, as Transformers saves with save_original_format=False.
+
+    vLLM reads Qwen's like that, and neither Mixtral's nor DeepSeek's.
+    """
+    layers: dict[str, dict[tuple[int, str], RawTensor]] = {}
+    for name in list(tensors):
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            layers.setdefault(match[1], {})[int(match[2]), match[3]] = tensors.pop(name)
+    for at, each in layers.items():
+        count, (inner, hidden) = len(each) // 3, each[0, "gate"].shape
+        gate_up = b"".join(each[expert, part].data for expert in range(count) for part in ("gate", "up"))
+        down = b"".join(each[expert, "down"].data for expert in range(count))
+        tensors[f"{at}.gate_up_proj"] = RawTensor("BF16", (count, 2 * inner, hidden), gate_up)
+        tensors[f"{at}.down_proj"] = RawTensor("BF16", (count, hidden, inner), down)
+
+
 CASES = (
     Case("mixtral", MIXTRAL),
     Case("mixtral-whole-experts", MIXTRAL, tp_sizes=(2, 4, 8), expert_placement="linear"),
@@ -58,6 +80,8 @@ CASES = (
     Case("qwen2-moe-stages", {**QWEN2, "tie_word_embeddings": True}, tp_sizes=(1, 2), pp_sizes=(2, 3)),
     Case("qwen3-moe", QWEN3),
     Case("qwen3-moe-whole-experts", QWEN3, tp_sizes=(2, 4), expert_placement="linear"),
+    Case("qwen2-moe-stacks", QWEN2, edit=in_stacks),
+    Case("qwen3-moe-stacks-whole-experts", QWEN3, tp_sizes=(2,), expert_placement="linear", edit=in_stacks),
     Case("deepseek-v2", V2, options=IN_BF16),
     Case("deepseek-v3", V3, options=IN_BF16),
     Case("deepseek-v3-whole-experts", V3, tp_sizes=(2, 4), expert_placement="linear", options=IN_BF16),

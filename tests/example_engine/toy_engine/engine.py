@@ -53,6 +53,7 @@ def reversed_packing() -> bool:
 class ToyModel(nn.Module):
     """This rank's part: rows of ``up``, columns of ``down``; the embedding whole, which is the head as well."""
 
+    positions: Tensor
     table: Tensor
     """The squares of ``up``'s scales: a tensor that nobody has registered."""
 

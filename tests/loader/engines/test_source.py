@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.example_engine import toy_model
 from weightcached.loader.engines import source
@@ -59,7 +60,7 @@ def copied(state):
     try:
         encode, seconds = state.copy(segment, lambda done, total: told.append((done, total)))
         host.seal(segment)  # nothing of it is mapped any more
-        assert set(seconds) == {"build", "copy"}
+        assert {"build", "copy"} <= seconds.keys()
         return os.pread(segment, state.segment_nbytes, 0), Manifest.decode(encode(**VERSIONS)), told
     finally:
         os.close(segment)
@@ -111,7 +112,7 @@ def test_files_that_change_while_the_engine_builds_fail_the_load(built_by, model
         return Built()
 
     with pytest.raises(CheckpointChanged):
-        built_by(build)
+        copied(built_by(build))
 
 
 def test_a_file_that_takes_another_s_place_meanwhile_fails_the_load(built_by, model):
@@ -123,7 +124,95 @@ def test_a_file_that_takes_another_s_place_meanwhile_fails_the_load(built_by, mo
         return Built()
 
     with pytest.raises(CheckpointChanged):
-        built_by(build)
+        copied(built_by(build))
+
+
+class Unfilled(nn.Module):
+    """What an engine has before it loads: one weight under two names, a bias with a start value, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.outer = nn.Linear(3, 2, bias=False)
+        self.outer.weight = self.inner.weight
+        self.inner.bias.data.fill_(-1)
+        self.register_buffer("scale", torch.ones(()))
+
+
+def filled_by(built_by, fill):
+    module = Unfilled()
+
+    def filling():
+        with torch.no_grad():
+            fill(module)
+        return Built(module=module, scalars={"filled": True})
+
+    data, manifest, _ = copied(built_by(lambda _: Built(module=module, fill=filling)))
+    whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = {row.name: whole[row.offset : row.offset + row.nbytes].view(torch.float32).tolist() for row in manifest}
+    assert manifest.meta.scalars == {"filled": True}
+    assert differing_rows(manifest, [memoryview(data)]) == []
+    assert manifest.row("outer.weight").alias_of == "inner.weight"
+    return rows
+
+
+def test_an_engine_may_load_into_the_segment_itself(built_by):
+    def fill(module):
+        assert "memfd:test" in area_of(module.inner.weight.data_ptr())
+        assert module.inner.bias.tolist() == [-1, -1]
+        module.inner.weight.copy_(torch.arange(6.0).reshape(2, 3))
+        module.scale.mul_(4)
+
+    rows = filled_by(built_by, fill)
+    assert rows == {
+        "inner.weight": [0, 1, 2, 3, 4, 5],
+        "outer.weight": [0, 1, 2, 3, 4, 5],
+        "inner.bias": [-1, -1],
+        "scale": [4],
+    }
+
+
+def area_of(address):
+    """The line of this process's memory map that ``address`` lies in."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            low, high = (int(edge, 16) for edge in line.split()[0].split("-"))
+            if low <= address < high:
+                return line
+    return ""
+
+
+def test_what_leaves_its_place_while_it_is_filled_is_copied_to_it(built_by):
+    def fill(module):
+        module.inner.weight.data = torch.full((2, 3), 7.0)
+        module.inner.bias = nn.Parameter(torch.tensor([5.0, 6.0]))
+
+    rows = filled_by(built_by, fill)
+    assert (rows["inner.weight"], rows["outer.weight"], rows["inner.bias"]) == ([7] * 6, [7] * 6, [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("fill", "name"),
+    [
+        (lambda module: setattr(module.inner, "bias", None), "inner.bias"),
+        (lambda module: setattr(module.inner, "bias", nn.Parameter(torch.zeros(3))), "inner.bias"),
+        (lambda module: setattr(module.inner, "bias", nn.Parameter(torch.zeros(2).half())), "inner.bias"),
+        (lambda module: setattr(module.outer, "weight", nn.Parameter(torch.zeros(2, 3))), "outer.weight"),
+        (lambda module: module.register_buffer("late", torch.zeros(1)), "late"),
+    ],
+    ids=["gone", "another shape", "another dtype", "a tie undone", "new"],
+)
+def test_a_state_that_changes_its_form_while_it_is_filled_is_refused_by_name(built_by, fill, name):
+    with pytest.raises(UnsupportedModel, match=name):
+        filled_by(built_by, fill)
+
+
+def test_what_is_raised_while_filling_is_the_engine_s_too(built_by):
+    def fill(_):
+        raise ValueError("out of luck")
+
+    with pytest.raises(EngineFailed, match="out of luck"):
+        filled_by(built_by, fill)
 
 
 def test_an_engine_that_was_changed_beside_its_daemon_is_not_built(built_by):
