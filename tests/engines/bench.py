@@ -27,6 +27,7 @@ from tests.engines import engine
 from tests.engines.conftest import GENERATING
 from tests.engines.generating import PAIR, serving
 from tests.support.daemons import Daemon
+from weightcached.client import attach
 from weightcached.client.demo.checkpoint import make_checkpoint
 from weightcached.protocol.text import table
 
@@ -34,8 +35,19 @@ PROMPT = list(range(1, 33))
 TOKENS = 32
 KV_CACHE_NBYTES = 256 << 20
 OWN, CACHE = "vLLM's own", "the cache"
-SECONDS = ("imports", "engine up", "own loader", "of it weights", "attach", "module", "bind", "post-processing")
-SECONDS += ("bound", "first token", "start to first token")
+SECONDS = (
+    "imports",
+    "engine up",
+    "own loader",
+    "of it weights",
+    "attach",
+    "module",
+    "bind",
+    "post-processing",
+    "bound",
+    "first token",
+    "start to first token",
+)
 COLUMNS = ("TP", "loader", "rank", *SECONDS, "tokens/s", "private MiB", "of weights")
 
 
@@ -86,12 +98,18 @@ def _compared(model: Path, tp_size: int, *, rounds: int) -> list[dict[str, Any]]
 
 
 def _settled(daemon: Daemon) -> int:
-    """Resident bytes of a daemon that knows its content's digest: it has just loaded files that were just written, and
-    an engine that comes before it knows would have to prove what they are.
+    """Resident bytes of a daemon that somebody has attached to once: it has just loaded files that were just written,
+    and whoever comes first has to prove by their digest what they are.
     """
-    while daemon.report().digest is None:
-        time.sleep(0.2)
-    return daemon.report().resident_nbytes
+    place = daemon.place
+    with attach(
+        daemon.model_dir,
+        mode="require",
+        runtime_dir=place.runtime_dir,
+        cache_dir=place.runtime_dir / "digests",
+        **daemon.options,
+    ) as weights:
+        return weights.resident_bytes
 
 
 def _started(model: Path, runtime_dir: Path, tp_size: int) -> list[dict[str, float]]:
