@@ -25,6 +25,8 @@ PLACE = 256
 class Layer(nn.Module):
     """What is built; post-processing makes another shape of ``experts``, and takes ``scale`` away."""
 
+    k_scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.empty(2, 4), requires_grad=False)
@@ -37,6 +39,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
+        self.both: list[Layer] = [layer for layer in self.layers if isinstance(layer, Layer)]
         self.embed = nn.Embedding(4, 2)
         self.head = nn.Linear(2, 4, bias=False)
         self.head.weight = self.embed.weight
@@ -66,21 +69,21 @@ def weights(config: CacheConfig) -> Iterator[WeightSet]:
 
 def test_what_has_kept_its_form_stays_its_object_and_what_has_not_is_replaced(weights: WeightSet) -> None:
     model = Model()
-    norm, experts = model.layers[0].norm, model.layers[0].experts
+    norm, experts = model.both[0].norm, model.both[0].experts
     bind_processed(model, weights)
-    assert model.layers[0].norm is norm
-    assert model.layers[0].experts is not experts
+    assert model.both[0].norm is norm
+    assert model.both[0].experts is not experts
     for name, parameter in model.named_parameters():
         if not name.endswith("scale"):
             assert parameter.data_ptr() == weights[name].data_ptr()
     assert model.head.weight is model.embed.weight
-    assert [type(one.experts) for one in model.layers] == [nn.Parameter] * 2
+    assert [type(one.experts) for one in model.both] == [nn.Parameter] * 2
 
 
 def test_buffers_are_copied(weights: WeightSet) -> None:
     model = Model()
     bind_processed(model, weights)
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(model.both):
         assert torch.equal(layer.k_scale, VALUES[(3 * number + 2) * PLACE // 4 :][:4])
         assert layer.k_scale.data_ptr() != weights[f"layers.{number}.k_scale"].data_ptr()
 
@@ -90,7 +93,7 @@ def test_a_parameter_that_nobody_has_filled_or_removed_is_named(weights: WeightS
     bind_processed(model, weights)
     with pytest.raises(BindError, match=r"not in the weights: layers\.0\.scale, layers\.1\.scale"):
         require_processed(model, weights)
-    for layer in model.layers:
+    for layer in model.both:
         del layer.scale
     require_processed(model, weights)
 
@@ -112,9 +115,9 @@ def test_weights_that_are_no_parameter_s_memory_any_more_are_told_in_bytes(weigh
     bind_processed(model, weights)
     whole = 2 * (48 + 16) + 32
     assert sharing_of(model, weights).nbytes_shared == whole
-    for layer in model.layers:
+    for layer in model.both:
         layer.experts = nn.Parameter(layer.experts.clone(), requires_grad=False)  # in a kernel's own order
-    model.layers[0].norm.data = torch.empty(0)  # in a handle
+    model.both[0].norm.data = torch.empty(0)  # in a handle
     found = sharing_of(model, weights)
     assert found.nbytes_shared == whole - 2 * 48 - 16
     assert found.made_anew == {"layers.*.experts": 96, "layers.*.norm": 16}
