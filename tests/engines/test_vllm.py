@@ -189,13 +189,15 @@ def test_an_engine_with_a_daemon_of_its_own_ends_with_it(checkpoint, tmp_path):
 
 def test_a_draft_model_has_a_daemon_of_its_own_name_or_is_vllm_s_business(generator, checkpoint, tmp_path):
     model, run = checkpoint(ONE), tmp_path / "run"
-    speculating = {"speculative_config": {"model": str(model), "num_speculative_tokens": 2, "method": "draft_model"}}
-    _, expected = said_by(generator, of_vllm(model, **speculating))
+    drafted = {"model": str(model), "num_speculative_tokens": 2, "method": "draft_model"}
+    _, expected = said_by(generator, of_vllm(model, speculative_config=drafted))
     with serving(model, run), serving(model, run, name="draft") as (draft,):
-        _, tokens = said_by(generator, with_cache(model, run, **speculating))
+        _, tokens = said_by(generator, with_cache(model, run, speculative_config=drafted))
         assert tokens == expected
         assert draft.report().attaches == {}
-        _, tokens = said_by(generator, with_cache(model, run, options={"draft_name": "draft"}, **speculating))
+        _, tokens = said_by(
+            generator, with_cache(model, run, options={"draft_name": "draft"}, speculative_config=drafted)
+        )
         assert tokens == expected
         assert draft.report().attaches == {"granted": 1}
 
