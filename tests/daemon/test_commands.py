@@ -303,7 +303,7 @@ class TestUp:
             assert len({one["version"] for one in status_json(runtime_dir)[1]}) == 1
             shown = run("status", "--runtime-dir", runtime_dir).stdout
             ranks = [f"tp0of1-pp{stage}of2-ep{rank}of2" for stage, rank in itertools.product(range(2), range(2))]
-            assert re.findall(r" (tp\S+) +- ", shown) == ranks
+            assert re.findall(r" (tp\S+) +fused +- ", shown) == ranks
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
 
