@@ -276,7 +276,7 @@ static Result cuMemsetD8Async(uintptr_t to, unsigned char value, size_t nbytes, 
     return SUCCESS;
 }
 
-/* The two that wait, for programs without a stream: as the real ones, they see what all streams have done. */
+/* Those that wait, for programs without a stream: as the real ones, they see what all streams have done. */
 static Result at_once(enum work work, uintptr_t to, uintptr_t from, size_t nbytes) {
     Result result = streams_run();
     if (result)
@@ -295,6 +295,19 @@ static Result cuMemcpyHtoD(uintptr_t to, const void *from, size_t nbytes) {
     return at_once(COPY_IN, to, (uintptr_t)from, nbytes);
 }
 
+static Result cuMemsetD8(uintptr_t to, unsigned char value, size_t nbytes) {
+    CALL("cuMemsetD8", CONTEXT);
+    Result result = streams_run();
+    if (result)
+        return result;
+    if (!device_may(to, nbytes, NONE))
+        return INVALID_VALUE;
+    if (!device_may(to, nbytes, READ_WRITE))
+        return current()->lost = ILLEGAL_ADDRESS;
+    memset((void *)to, value, nbytes);
+    return SUCCESS;
+}
+
 static Result cuMemcpyDtoH(void *to, uintptr_t from, size_t nbytes) {
     CALL("cuMemcpyDtoH", CONTEXT);
     return at_once(COPY_OUT, (uintptr_t)to, from, nbytes);
@@ -306,5 +319,5 @@ const struct entry stream_entries[] = {ENTRY(cuStreamCreate),    ENTRY(cuStreamD
                                        ENTRY(cuStreamWaitEvent), ENTRY(cuEventCreate),    ENTRY(cuEventDestroy),
                                        ENTRY(cuEventRecord),     ENTRY(cuEventSynchronize), ENTRY(cuEventQuery),
                                        ENTRY(cuMemcpyHtoDAsync), ENTRY(cuMemcpyDtoHAsync), ENTRY(cuMemcpyDtoDAsync),
-                                       ENTRY(cuMemsetD8Async),   ENTRY(cuMemcpyHtoD),     ENTRY(cuMemcpyDtoH),
+                                       ENTRY(cuMemsetD8Async),   ENTRY(cuMemsetD8),   ENTRY(cuMemcpyHtoD),     ENTRY(cuMemcpyDtoH),
                                        {NULL, NULL}};

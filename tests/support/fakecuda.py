@@ -1,4 +1,4 @@
-"""CUDA's driver without a GPU, for tests: builds tests/fakecuda, and owns the directory that one test's processes share.
+"""CUDA's driver without a GPU, for tests: builds tests/fakecuda, and owns the directory that a test's processes share.
 
 ``tests/fakecuda/README.md`` says what it proves and what not. Fixtures: ``fake_cuda`` (for other processes) and
 ``cuda_here`` (for this one), in tests/conftest.py.
@@ -90,6 +90,12 @@ class FakeCuda:
         (self.directory / "fail.new").write_text("".join(f"{name} {nth} {result}\n" for name, nth, result in rules))
         (self.directory / "fail.new").rename(self.directory / "fail")
 
+    def worsen(self, *quirks: str) -> None:
+        """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it) or ``unprotected``
+        (read-only mappings are not).
+        """
+        (self.directory / "quirks").write_text(" ".join(quirks))
+
     def calls(self, pid: int | None = None) -> list[str]:
         """The calls made so far, by all processes or one, NVML's too."""
         path = self.directory / "calls"
@@ -112,7 +118,7 @@ class FakeCuda:
         return [int(path.name.split("-")[1]) for path in self._live("contexts")]
 
     def leaks(self) -> dict[int, str]:
-        """What processes that ended regularly had not given back, by pid."""
+        """What processes that ended regularly had not given back, contexts apart, by pid."""
         return {int(path.name): path.read_text().strip() for path in (self.directory / "leaks").iterdir()}
 
     def sweep(self) -> None:
