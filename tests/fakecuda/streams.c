@@ -99,7 +99,7 @@ static Result run_until(struct event *event, uint64_t mark) {
 Result streams_run(void) {
     Result result = SUCCESS;
     for (int i = 0; i < STREAMS_MAX && !result; i++)
-        if (streams[i].used)
+        if (streams[i].first)
             result = run(&streams[i]);
     return result;
 }
@@ -149,7 +149,7 @@ static Result cuStreamCreate(struct stream **given, unsigned int flags) {
     if (flags > 1)
         return INVALID_VALUE;
     for (int i = 0; i < STREAMS_MAX; i++)
-        if (!streams[i].used) {
+        if (!streams[i].used && !streams[i].first) {
             streams[i] = (struct stream){.used = 1, .context = current()};
             *given = &streams[i];
             return SUCCESS;
@@ -161,9 +161,8 @@ static Result cuStreamDestroy(struct stream *stream) {
     CALL("cuStreamDestroy", CONTEXT);
     if (!stream_known(stream))
         return INVALID_HANDLE;
-    Result result = run(stream);
-    stream->used = 0;
-    return result;
+    stream->used = 0; /* what it was given is still done, some time */
+    return SUCCESS;
 }
 
 static Result cuStreamSynchronize(struct stream *stream) {

@@ -83,6 +83,11 @@ class FakeCuda:
         paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
         return {"FAKECUDA": str(self.directory), "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
 
+    @property
+    def whole_environment(self) -> dict[str, str]:
+        """This process's environment with these devices in it."""
+        return {**os.environ, **self.environment}
+
     def fail(self, *rules: tuple[str, int | str, int]) -> None:
         """From now on, in every process: the call's name (or ``*``), the how manieth of the process (or ``*``), the
         result. None: nothing fails any more. Give ``FAKECUDA_FAIL`` to a process for rules of its own.
@@ -158,8 +163,8 @@ class CudaHere:
         self.fake = fake
         # Under their own names, so that whoever asks for libcuda.so.1 later is given these.
         self._driver = ctypes.CDLL(str(fake.libraries / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(fake.libraries / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
-        self._driver.fakecuda_reset()
+        self._nvml = ctypes.CDLL(str(fake.libraries / "libnvidia-ml.so.1"))
+        self.reset()
 
     def live(self) -> str:
         """What this process has not given back, in words; empty when nothing."""
@@ -168,4 +173,7 @@ class CudaHere:
         return text.value.decode()
 
     def reset(self) -> None:
+        """As if this process had just begun: with nothing of the driver's, and no call made."""
         self._driver.fakecuda_reset()
+        for library in (self._driver, self._nvml):
+            library.fakecuda_count_anew()
