@@ -218,7 +218,7 @@ def _granted(
 ) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
     where = terms.where
-    mapped = import_grant(grant, fds, fingerprint=wanted.config.fingerprint, where=where)
+    mapped = import_grant(grant, fds, config=wanted.config, where=where)
     lease: Lease | None = None
     try:
         wanted.require_granted(grant, where)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightcached.client.arrays import array_of
 from weightcached.client.copies import copies
 from weightcached.client.lease import Lease
+from weightcached.client.segments import on_host, tensor_of
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import SegmentMapping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     def __init__(
         self,
         manifest: Manifest,
-        segments: tuple[host.Mapping, ...],
+        segments: tuple[SegmentMapping, ...],
         *,
         source: Literal["daemon", "disk"],
         version: str,
@@ -53,7 +54,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """What stood in for ``version`` before the content digest was known: a second thing to compare on one host."""
         self.lease = lease
         """The lease at the daemon; None for weights from disk."""
-        self._segments: tuple[host.Mapping, ...] | None = segments
+        self._segments: tuple[SegmentMapping, ...] | None = segments
         self._views: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -121,7 +122,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         unsigned integers of the same size. KeyError for an unknown name, ValueError after :meth:`close`.
         """
         geometry = self.manifest.geometry(name)
-        return array_of(self._open()[geometry.segment], geometry, bits=bits, name=name)
+        return array_of(on_host(self._open()[geometry.segment]), geometry, bits=bits, name=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.names)
@@ -140,11 +141,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
         (several GB/s). What this process wrote to its private pages shows here.
         """
-        return differing_rows(self.manifest, self.memory())
+        return differing_rows(self.manifest, [segment.view() for segment in self._open()])
 
     def memory(self) -> list[memoryview]:
         """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
-        return [segment.view().toreadonly() for segment in self._open()]
+        return [on_host(segment).view().toreadonly() for segment in self._open()]
 
     def populate(self) -> None:
         """Put every page into this process's page table now, so that it counts as resident, and no first use waits for
@@ -186,7 +187,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     ) -> None:
         self.close()
 
-    def _open(self) -> tuple[host.Mapping, ...]:
+    def _open(self) -> tuple[SegmentMapping, ...]:
         segments = self._segments
         if segments is None:
             raise ValueError("the weight set was closed: attach again")
@@ -229,9 +230,5 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 found=f"torch {torch.__version__}",
                 next_step="install a newer torch",
             )
-        if segment.nbytes:
-            base = torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
-        else:
-            base = torch.empty(0, dtype=torch.uint8)
-        whole = base[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = tensor_of(segment)[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         return self._views.setdefault((number, dtype_name), (whole, dtype.itemsize))

@@ -26,6 +26,7 @@ from weightcached.protocol.errors import ConfigurationError, TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.quantization import Quantization
 
@@ -114,13 +115,14 @@ async def examine(generation_id: str, parts: Parts, record: GenerationRecord | N
         raise _torn("the manifest is another generation's", expected=generation_id, found=meta.generation)
     if sorted(parts.segments) != list(range(len(meta.segments_nbytes))):
         raise _torn("not all segments came", expected=len(meta.segments_nbytes), found=sorted(parts.segments))
+    config = _config(meta)
     for number, size in enumerate(meta.segments_nbytes):
-        host.verify(parts.segments[number], nbytes=size, what=f"segment {number}")
+        kind_of(config).verify(parts.segments[number], nbytes=size, what=f"segment {number}")
     return Whole(
         id=generation_id,
         parts=parts,
         meta=meta,
-        config=_config(meta),
+        config=config,
         record=record,
         manifest_nbytes=nbytes,
         manifest_sha256=sha256,
