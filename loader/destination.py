@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from weightcached.protocol.errors import InsufficientMemory
@@ -23,7 +24,8 @@ class Abandoned(Exception):
 class Room(Protocol):
     """Memory for the bytes of one place. Whoever was lent it fills it, then calls :meth:`filled`, once."""
 
-    memory: memoryview
+    @property
+    def memory(self) -> memoryview: ...
 
     def filled(self) -> None:
         """Its bytes are what shall stay at the place. They may be read on, and not be written any more."""
@@ -53,8 +55,10 @@ class Port(Protocol):
 class Destination(Protocol):
     """A segment that is about to be filled; a context manager, left when no thread uses it any more. Thread-safe."""
 
-    on_host: bool
-    """Whether what is resident takes the host's memory."""
+    @property
+    def on_host(self) -> bool:
+        """Whether what is resident takes the host's memory."""
+        ...
 
     @property
     def lends(self) -> bool:
@@ -65,8 +69,10 @@ class Destination(Protocol):
         """Bytes ``start .. stop`` will be filled next, by this thread."""
         ...
 
-    def port(self) -> Port:
-        """For the calling thread. Lives as long as the destination."""
+    def port(self, slab_nbytes: int) -> AbstractContextManager[Port]:
+        """For the calling thread, which works on slabs of so many bytes. What it was lent outlives the port: it is good
+        until the destination is left.
+        """
         ...
 
     def finish(self) -> None:
@@ -79,7 +85,7 @@ class Destination(Protocol):
 
     def __enter__(self) -> Destination: ...
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, kind: object, failure: BaseException | None, traceback: object, /) -> None: ...
 
 
 class _InPlace:
@@ -113,8 +119,8 @@ class HostSegment:
     def prepare(self, start: int, stop: int) -> None:
         self._pages.prepare(start, stop)
 
-    def port(self) -> HostSegment:
-        return self
+    def port(self, slab_nbytes: int) -> AbstractContextManager[HostSegment]:
+        return nullcontext(self)
 
     def lend(self, offset: int, nbytes: int) -> Room | None:
         """The segment's own memory, where its pages are there already: what is read right there is never copied."""
@@ -146,7 +152,7 @@ class HostSegment:
     def __enter__(self) -> HostSegment:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, _failure: BaseException | None, _traceback: object) -> None:
         self._pages.close()
 
     def __str__(self) -> str:

@@ -180,29 +180,32 @@ class _Team:
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
-            port = self._destination.port()
-            transforms = Transforms(lambda name, offset, nbytes: port.lend(self._placed[name].offset + offset, nbytes))
-            while run := self._claim():
-                self._reader.begin(run[0])
-                self._destination.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
-                for slab in run:
-                    if self._failure is not None:
-                        return
-                    if slab.step != "all":
-                        self._process_held(slab, port, transforms)
-                        continue
-                    if (room := self._room(slab, port)) is not None:
-                        self._count(slab, self._reader.fill(slab, room.memory))
-                        offset = slab.first * itemsize_bytes(slab.parameter.dtype)
-                        self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
-                        continue
-                    if len(buffer) < slab.source_nbytes:
-                        buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                    source = buffer[: slab.source_nbytes]
-                    self._count(slab, self._reader.fill(slab, source))
-                    self._finish(slab, transforms.outputs(slab, source), port)
+            with self._destination.port(self._slab_nbytes) as port:
+                self._work_through(port, buffer)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
+
+    def _work_through(self, port: Port, buffer: memoryview) -> None:
+        transforms = Transforms(lambda name, offset, nbytes: port.lend(self._placed[name].offset + offset, nbytes))
+        while run := self._claim():
+            self._reader.begin(run[0])
+            self._destination.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
+            for slab in run:
+                if self._failure is not None:
+                    return
+                if slab.step != "all":
+                    self._process_held(slab, port, transforms)
+                    continue
+                if (room := self._room(slab, port)) is not None:
+                    self._count(slab, self._reader.fill(slab, room.memory))
+                    offset = slab.first * itemsize_bytes(slab.parameter.dtype)
+                    self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
+                    continue
+                if len(buffer) < slab.source_nbytes:
+                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                source = buffer[: slab.source_nbytes]
+                self._count(slab, self._reader.fill(slab, source))
+                self._finish(slab, transforms.outputs(slab, source), port)
 
     def _room(self, slab: Slab, port: Port) -> Room | None:
         """Where the slab can be read to: room for what stays as it is, if the destination has any."""
