@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightcached.client.arrays import array_of
 from weightcached.client.copies import copies
 from weightcached.client.lease import Lease
-from weightcached.client.segments import on_host, tensor_of
+from weightcached.client.segments import on_device, on_host, tensor_of
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 class WeightSet(Mapping[str, "torch.Tensor"]):
     """Names → tensors of one generation. Asking twice gives the same object; tied names give the same object.
 
-    The tensors lie in private copy-on-write memory: writing to one changes this process's pages only, and never what
-    others see. They stay valid for as long as they are referred to, also after :meth:`close` and after the daemon is
-    gone. Without :meth:`close` the lease lives as long as the process, whether or not the set is still referred to.
+    In host memory the tensors are private and copy-on-write: writing to one changes this process's pages only, and
+    never what others see. On a GPU they are mapped read-only, and whoever writes to one loses its context: copy what
+    has to be written (``bind`` does, for buffers). They stay valid for as long as they are referred to, also after
+    :meth:`close` and after the daemon is gone. Without :meth:`close` the lease lives as long as the process, whether or
+    not the set is still referred to.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self.lease = lease
         """The lease at the daemon; None for weights from disk."""
         self._segments: tuple[SegmentMapping, ...] | None = segments
+        self._resident_nbytes = sum(segment.resident_nbytes for segment in segments)
         self._views: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -82,7 +85,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     @property
     def resident_bytes(self) -> int:
         """Bytes of all segments: what an engine has to count as taken when it sizes its caches."""
-        return sum(self.meta.segments_nbytes)
+        return self._resident_nbytes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
@@ -170,6 +173,24 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         for segment in self._open():
             segment.revert()
+
+    def unmap(self) -> None:
+        """Put weights that are on a GPU to sleep: their addresses stay this process's, and nothing is mapped there.
+
+        Tensors, and graphs that were captured with them, are valid again after :meth:`remap`; whoever uses them before
+        loses its context. All work with them must have ended (``torch.cuda.synchronize()``). The memory stays, by this
+        process's doing too. UnsupportedModel for weights in host memory, which has nothing to gain; ValueError after
+        :meth:`close`.
+        """
+        for segment in map(on_device, self._open()):
+            segment.unmap()
+
+    def remap(self) -> None:
+        """Wake: the same weights at the same addresses. Raises as :meth:`unmap`, and DeviceFailed where the driver
+        refuses; trying again is safe.
+        """
+        for segment in map(on_device, self._open()):
+            segment.remap()
 
     def close(self) -> None:
         """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""

@@ -316,6 +316,8 @@ class Acquiring:
                 dtype=options.dtype,
                 quantization=options.quantization,
                 engine=engine,
+                memory=options.memory,
+                device=options.device,
                 **options.parallel.model_dump(),
             )
         )

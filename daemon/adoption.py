@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
 from weightcached.daemon.generation import CheckpointReceipts, Evidence, Generation, Origin, sha256_of
 from weightcached.daemon.holdings import Parts
 from weightcached.daemon.options import ServeOptions
+from weightcached.daemon.patience import in_thread
 from weightcached.daemon.state_record import GenerationRecord
 from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
@@ -117,7 +119,8 @@ async def examine(generation_id: str, parts: Parts, record: GenerationRecord | N
         raise _torn("not all segments came", expected=len(meta.segments_nbytes), found=sorted(parts.segments))
     config = _config(meta)
     for number, size in enumerate(meta.segments_nbytes):
-        kind_of(config).verify(parts.segments[number], nbytes=size, what=f"segment {number}")
+        verify = partial(kind_of(config).verify, parts.segments[number], nbytes=size, what=f"segment {number}")
+        await in_thread(verify)
     return Whole(
         id=generation_id,
         parts=parts,
@@ -182,5 +185,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
             "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
+            "memory": options.memory,
+            "device": options.device,
         }
     )

@@ -3,7 +3,7 @@
 Owns recognising descriptors (systemd keeps no order, may rename, and may lack some) and naming what is put into a
 vault. Looks at descriptors without reading what is in them; whether a generation can be adopted is ``adoption.py``'s
 question. A memfd's own name says which part of which generation it is (``protocol/memory/names.py``); the name in the
-vault is a hint where that fails.
+vault is a hint where that fails, and all there is to go by for memory of a device.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Parts:
     """What came twice under different faces."""
     names: set[str] = field(default_factory=set)
     """Theirs in the vault."""
+    recorded_nbytes: int = 0
+    """What the state says that its segments take: descriptors of a device's memory do not tell."""
     problem: str | None = None
     """Why it cannot be adopted, where that shows already."""
 
@@ -54,8 +56,8 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these descriptors hold."""
-        return sum(os.fstat(fd).st_size for fd in self.fds)
+        """Bytes that these descriptors hold, as far as is known."""
+        return max(self.recorded_nbytes, sum(os.fstat(fd).st_size for fd in self.fds))
 
 
 @dataclass
@@ -81,11 +83,11 @@ class Holdings:
         memfd_name = names.name_of(fd) if kind == stat.S_IFREG else None
         if kind == stat.S_IFSOCK and _listens(fd):
             self.listeners.append((name, fd))
-        elif memfd_name is None:
-            self.strangers.append((name, fd))
         elif memfd_name == STATE_MEMFD_NAME:
             self.states.append((name, fd))
-        elif (part := names.part_of(memfd_name) or _hint(name)) is None:
+        elif (part := names.part_of(memfd_name or "") or _hint(name)) is None or (
+            memfd_name is None and part[1] is None  # a manifest is a memfd; a device's memory has no name of its own
+        ):
             self.strangers.append((name, fd))
         else:
             generation, number = part

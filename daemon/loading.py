@@ -17,10 +17,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
+from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
@@ -124,7 +126,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise _out_of_turn(planned, expected="Planned")
-        room = kind.admit(sum(planned.segments_nbytes))
+        room = await in_thread(partial(kind.admit, sum(planned.segments_nbytes)))
         log.info(
             "planned",
             extra={
@@ -139,7 +141,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         receipts, digest = _content(planned, request)
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
-                memory.append(kind.allocate(nbytes, name=names.segment_name(generation_id, number)))
+                name = names.segment_name(generation_id, number)
+                memory.append(await in_thread(partial(kind.allocate, nbytes, name=name)))
             rankless = request.config.rankless_fingerprint
             # Where no file was seen, ranks have the digest to compare from the start.
             stands_in = None if receipts.known else digest

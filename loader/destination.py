@@ -88,6 +88,10 @@ class Destination(Protocol):
     def __exit__(self, kind: object, failure: BaseException | None, traceback: object, /) -> None: ...
 
 
+Target = int | Destination
+"""A segment that is about to be filled: a writable descriptor of host memory, or a destination nobody has entered."""
+
+
 class _InPlace:
     """Room that is the segment itself: there is nothing more to be done with it."""
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from weightcached.loader.access import accessing, look
-from weightcached.loader.destination import Destination, HostSegment, Port, Room
+from weightcached.loader.destination import Destination, HostSegment, Port, Room, Target
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
@@ -71,7 +71,7 @@ class Executed:
 def execute(
     placement: Placement,
     files: Mapping[str, int],
-    segment: int | Destination,
+    segment: Target,
     *,
     strategy: LoadStrategy = "auto",
     threads: int | None = None,

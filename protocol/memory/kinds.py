@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.admission import Room
+from weightcached.protocol.memory.chosen import GPU_PREFIX
 
 if TYPE_CHECKING:
     from weightcached.protocol.config import CacheConfig
@@ -71,12 +71,17 @@ class MemoryKind(Protocol):
     def verify(self, fd: int, *, nbytes: int, what: str, read_only: bool = False) -> None:
         """Refuse a descriptor that is not finished memory of ``nbytes``: TransferError naming ``what``."""
 
+    def map_readonly(self, fd: int, *, nbytes: int) -> SegmentMapping:
+        """Map for a reader that only looks. TransferError."""
+
     def map_private(self, fd: int, *, nbytes: int) -> SegmentMapping:
         """Map for an engine: nothing it does reaches anybody else. TransferError."""
 
 
 def kind_of(config: CacheConfig) -> MemoryKind:
-    """The kind of the memory that ``config`` is about."""
+    """The kind of the memory that ``config`` is about, on its device. Asks no driver anything."""
     if config.memory == "host":
         return host
-    raise InvalidOption("unknown memory kind", expected="host", found=config.memory)
+    from weightcached.protocol.memory import cuda_vmm
+
+    return cuda_vmm.kind_on(config.device.removeprefix(GPU_PREFIX))

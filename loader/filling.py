@@ -1,0 +1,28 @@
+"""From a source into a segment of whatever memory kind.
+
+Owns mapping a device's segment for as long as it is filled, and nobody else's being able to write there afterwards. The
+worker calls it for memory that will be published, the disk fallback for memory of its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from weightcached.loader.destination import Target
+from weightcached.loader.device import DeviceSegment
+from weightcached.protocol.memory.cuda_vmm import CudaVmm, context_of
+from weightcached.protocol.memory.kinds import MemoryKind
+
+
+@contextmanager
+def to_be_filled(segment: int, kind: MemoryKind, *, nbytes: int) -> Iterator[Target]:
+    """What fills ``segment``, a descriptor of memory of ``kind`` that may still be written, takes for it.
+
+    It is not mapped afterwards. Raises TransferError, DeviceAbsent and DeviceFailed where a device cannot be used.
+    """
+    if not isinstance(kind, CudaVmm):
+        yield segment
+        return
+    with closing(kind.map_shared(segment, nbytes=nbytes)) as mapping:
+        yield DeviceSegment(context_of(mapping.device), mapping.address, nbytes=mapping.resident_nbytes)
