@@ -27,6 +27,8 @@ from weightcached.protocol.memory.admission import Room
 from weightcached.protocol.memory.cuda import devices, driver, mappings, nvml, physical
 from weightcached.protocol.memory.cuda.context import Context, Stream
 
+_SAID_OF_DESCRIPTORS = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE"})
+
 
 class CudaVmm:
     """The kind on the GPU with this UUID, as far as this process sees it. Made without asking the driver anything."""
@@ -104,18 +106,22 @@ class CudaVmm:
         return self._mapped(fd, nbytes=nbytes, writable=True)
 
     def _mapped(self, fd: int, *, nbytes: int, writable: bool) -> DeviceMapping:
+        granularity = self._granularity
         allocation = self._imported(fd, nbytes=nbytes, what="a segment")
         try:
-            return DeviceMapping(allocation, nbytes=nbytes, granularity=self._granularity, writable=writable)
-        except WeightCacheError as error:
+            return DeviceMapping(allocation, nbytes=nbytes, granularity=granularity, writable=writable)
+        except BaseException as error:
             allocation.close()
-            raise _transfer_error(error, f"cannot map {nbytes} bytes of GPU {self.uuid}") from error
+            if isinstance(error, DeviceFailed):
+                raise _of_descriptor(error, f"a segment is not {nbytes} bytes of GPU {self.uuid}") from error
+            raise
 
     def _imported(self, fd: int, *, nbytes: int, what: str) -> physical.Allocation:
+        device, resident_nbytes = self.device, self.resident_nbytes(nbytes)
         try:
-            return physical.from_descriptor(fd, nbytes=self.resident_nbytes(nbytes), device=self.device)
+            return physical.from_descriptor(fd, nbytes=resident_nbytes, device=device)
         except DeviceFailed as error:
-            raise _transfer_error(error, f"{what} is not memory of GPU {self.uuid}") from error
+            raise _of_descriptor(error, f"{what} is not memory of GPU {self.uuid}") from error
 
 
 @functools.cache
@@ -226,8 +232,10 @@ def address_of(memory: memoryview) -> int:
     raise ValueError("memory that is read-only has no address here")
 
 
-def _transfer_error(error: WeightCacheError, message: str) -> WeightCacheError:
-    """Of a descriptor that is not what it should be; other troubles of the driver stay what they are."""
-    if isinstance(error, DeviceFailed):
+def _of_descriptor(error: DeviceFailed, message: str) -> WeightCacheError:
+    """TransferError where the driver said that the descriptor is not what it should be. Its other troubles stay what
+    they are: whoever cannot reach his device for a moment must not take weights for broken that are whole.
+    """
+    if error.found in _SAID_OF_DESCRIPTORS:
         return TransferError(message, expected=error.expected, found=f"{error.message}: {error.found}")
     return error
