@@ -48,7 +48,7 @@ class OpenedMemory:
     """Another process's memory at ``address``; closed when closed, or when the last reference to it goes."""
 
     def __init__(self, handle: bytes, *, nbytes: int) -> None:
-        """``handle`` as :meth:`DeviceMemory.export` gave it, ``nbytes`` as its holder said: the driver tells neither."""
+        """``handle`` as :meth:`DeviceMemory.export` gave it, ``nbytes`` as its holder said: the driver does not tell."""
         if len(handle) != HANDLE_NBYTES:
             raise TransferError("not a handle of memory", expected=f"{HANDLE_NBYTES} bytes", found=len(handle))
         self.nbytes = nbytes

@@ -14,7 +14,7 @@ from weightcached.protocol.memory.cuda.physical import Allocation
 
 
 class Mapping:
-    """``nbytes`` at ``address``, mapped or only reserved. All is given back when closed, or when the last reference goes.
+    """``nbytes`` at ``address``, mapped or only reserved. Given back when closed, or when the last reference goes.
 
     Whoever hands out memory of it (a tensor) keeps a reference, so that it outlives them all. What still computes with
     the addresses when they are unmapped faults: synchronize first.

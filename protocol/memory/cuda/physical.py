@@ -1,8 +1,8 @@
 """A device's memory as such, without addresses: it lives while a handle, a mapping or an exported descriptor does.
 
 Owns allocating, exporting and importing it. Needs no context, so a keeper that has none uses it. Where it is mapped is
-the matter of ``mappings``. That the descriptor alone keeps the memory is NVIDIA's word for cuMemExportToShareableHandle,
-and tests/gpu/probe.py is how to see it.
+the matter of ``mappings``. That a descriptor alone keeps the memory is NVIDIA's word; tests/gpu/probe.py is how to see
+it.
 """
 
 from __future__ import annotations
