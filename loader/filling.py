@@ -11,7 +11,8 @@ from contextlib import closing, contextmanager
 
 from weightcached.loader.destination import Target
 from weightcached.loader.device import DeviceSegment
-from weightcached.protocol.memory.cuda_vmm import CudaVmm, context_of
+from weightcached.protocol.memory.cuda.context import Context
+from weightcached.protocol.memory.cuda_vmm import CudaVmm
 from weightcached.protocol.memory.kinds import MemoryKind
 
 
@@ -24,5 +25,5 @@ def to_be_filled(segment: int, kind: MemoryKind, *, nbytes: int) -> Iterator[Tar
     if not isinstance(kind, CudaVmm):
         yield segment
         return
-    with closing(kind.map_shared(segment, nbytes=nbytes)) as mapping:
-        yield DeviceSegment(context_of(mapping.device), mapping.address, nbytes=mapping.resident_nbytes)
+    with Context(kind.device) as context, closing(kind.map_shared(segment, nbytes=nbytes)) as mapping:
+        yield DeviceSegment(context, mapping.address, nbytes=mapping.resident_nbytes)

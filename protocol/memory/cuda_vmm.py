@@ -130,12 +130,6 @@ def kind_on(uuid: str) -> CudaVmm:
     return CudaVmm(uuid)
 
 
-@functools.cache
-def context_of(device: devices.Device) -> Context:
-    """The primary context, retained for as long as this process lives: torch uses the same."""
-    return Context(device)
-
-
 class DeviceMapping:
     """A segment in this process's device addresses, and the handle of its memory.
 
@@ -201,10 +195,14 @@ class DeviceMapping:
 
 
 class DeviceBytes:
-    """A mapped segment as the host sees it: a slice is a copy. Any thread may ask; each has a stream of its own."""
+    """A mapped segment as the host sees it: a slice is a copy. Any thread may ask; each has a stream of its own.
+
+    Keeps the device's primary context, which torch uses too, for as long as it is kept.
+    """
 
     def __init__(self, mapping: DeviceMapping) -> None:
         self._mapping = mapping
+        self._context = Context(mapping.device)
 
     def __len__(self) -> int:
         return self._mapping.nbytes
@@ -215,7 +213,7 @@ class DeviceBytes:
             raise ValueError("bytes of a device come in one piece")
         copied = memoryview(bytearray(max(stop - start, 0)))
         if copied:
-            with context_of(self._mapping.device).current():
+            with self._context.current():
                 stream = Stream()
                 try:
                     stream.copy_out(address_of(copied), self._mapping.address + start, len(copied))

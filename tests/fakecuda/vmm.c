@@ -117,6 +117,19 @@ static Result cuMemRelease(uint64_t number) {
     return SUCCESS;
 }
 
+static Result cuMemGetAllocationPropertiesFromHandle(struct properties *found, uint64_t number) {
+    CALL("cuMemGetAllocationPropertiesFromHandle", INITIALISED);
+    struct handle *handle = handle_of(number);
+    if (!handle)
+        return INVALID_VALUE;
+    memset(found, 0, sizeof *found);
+    found->type = PINNED_MEMORY;
+    found->handle_types = handle->exportable ? AS_DESCRIPTOR : 0;
+    found->location.type = ON_DEVICE;
+    found->location.id = handle->device;
+    return SUCCESS;
+}
+
 static Result cuMemExportToShareableHandle(int *fd, uint64_t number, int type, unsigned long long flags) {
     CALL("cuMemExportToShareableHandle", INITIALISED);
     struct handle *handle = handle_of(number);
@@ -232,6 +245,7 @@ static Result cuMemUnmap(uintptr_t at, size_t nbytes) {
 const struct entry vmm_entries[] = {ENTRY(cuMemGetAllocationGranularity),
                                     ENTRY(cuMemCreate),
                                     ENTRY(cuMemRelease),
+                                    ENTRY(cuMemGetAllocationPropertiesFromHandle),
                                     ENTRY(cuMemExportToShareableHandle),
                                     ENTRY(cuMemImportFromShareableHandle),
                                     ENTRY(cuMemAddressReserve),

@@ -52,9 +52,8 @@ def test_the_segment_is_the_one_that_was_saved(saved: tuple[Path, bytes], opened
         "receipts_version": "digest:1",
         "digest": "d" * 64,
     }
-    manifest = Manifest.decode(
-        encode(opened, restored, CacheConfig.model_validate(opened.manifest.meta.config), **told)
-    )
+    config = CacheConfig.model_validate(opened.manifest.meta.config)
+    manifest = Manifest.decode(encode(opened, restored, config, **told))
     assert list(manifest) == list(opened.manifest)
     assert manifest.accounting == opened.manifest.accounting
     assert manifest.meta.bytes_read == manifest.meta.bytes_kept == restored.bytes_read
