@@ -242,14 +242,16 @@ def test_a_load_that_fails_for_a_moment_is_tried_again_in_other_memory(
     with gpu_daemon(fake_cuda, model, runtime_dir) as served:
         served.wait_logged("loading again")
         fake_cuda.fail()
-        assert fake_cuda.used_nbytes() == served.wait_until("ready").resident_nbytes
+        report = served.wait_until("ready")
+        assert fake_cuda.used_nbytes() == report.resident_nbytes
 
 
 def test_a_killed_worker_leaves_no_memory_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, "--log-level", "debug") as served:
         os.kill(served.wait_logged("child started", child="worker")["child_pid"], signal.SIGKILL)
         served.wait_logged("loading again")
-        assert fake_cuda.used_nbytes() == served.wait_until("ready").resident_nbytes
+        report = served.wait_until("ready")
+        assert fake_cuda.used_nbytes() == report.resident_nbytes
 
 
 def test_weights_that_are_given_up_are_gone_from_the_gpu_and_the_socket_with_them(
@@ -284,9 +286,11 @@ def test_a_segment_that_came_back_as_something_else_is_not_adopted(
 ) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
         first = served.wait_until("ready")
-        fake_cuda.fail(("cuMemImportFromShareableHandle", "1", INVALID_VALUE))
+        fake_cuda.fail(("cuMemImportFromShareableHandle", "*", INVALID_VALUE))
         seen = len(served.log.lines)
         served.kill_keeper()
+        served.wait_logged("not adopted", first=seen)
+        fake_cuda.fail()  # long before the worker comes to its segment: it has to start first
         again = served.wait_ready_again(seen)
         assert again.generation != first.generation
         assert again.adoption_refusals == {"transfer": 1}
@@ -295,9 +299,10 @@ def test_a_segment_that_came_back_as_something_else_is_not_adopted(
 
 def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
     fake_cuda.plug(FakeDevice(), FakeDevice())
+    words = ["up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+    words += ["--device", "cuda", "--cache-dir", str(runtime_dir / "digests")]
     process = subprocess.Popen(
-        [*REAL, "up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
-        + ["--device", "cuda", "--cache-dir", str(runtime_dir / "digests")],
+        [*REAL, *words],
         cwd=ROOT,
         env={**os.environ, **fake_cuda.environment},
         stderr=subprocess.DEVNULL,

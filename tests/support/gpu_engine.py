@@ -160,7 +160,7 @@ def _host_tensor(segment: Any) -> Any:
 
     shown = segment.__cuda_array_interface__
     block = (ctypes.c_ubyte * shown["shape"][0]).from_address(shown["data"][0])
-    block.owner = segment  # type: ignore[attr-defined]
+    block.owner = segment
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
