@@ -34,6 +34,7 @@ int state_lock(void);         /* one process at a time; returns what state_unloc
 void state_unlock(int locked);
 int state_devices(struct device *found); /* in the order of their slots; returns how many */
 int state_fails(const char *call);       /* the result to fail with, or 0; notes the call */
+void fakecuda_count_anew(void);
 void hex_of(const unsigned char *uuid, char *text);
 int uuid_of(const char *text, unsigned char *uuid);
 
@@ -44,6 +45,10 @@ int memory_parse(const char *file, struct memory *found);
 void memory_each(memory_visit *visit, void *with);
 void context_each(const unsigned char *uuid, context_visit *visit, void *with);
 size_t state_used(const unsigned char *uuid);
+
+/* Whether the driver is to be worse than the real one, so that whoever checks it is seen to notice: the file `quirks`
+ * has the word. `forgetful`: memory dies with the process that made it. `unprotected`: read-only is not. */
+int state_quirk(const char *word);
 
 /* Opens a file and shares its lock: it counts as alive until this descriptor, every copy and every mapping is gone. */
 int open_alive(const char *path, int flags);

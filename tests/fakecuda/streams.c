@@ -99,7 +99,7 @@ static Result run_until(struct event *event, uint64_t mark) {
 Result streams_run(void) {
     Result result = SUCCESS;
     for (int i = 0; i < STREAMS_MAX && !result; i++)
-        if (streams[i].used)
+        if (streams[i].first)
             result = run(&streams[i]);
     return result;
 }
@@ -149,7 +149,7 @@ static Result cuStreamCreate(struct stream **given, unsigned int flags) {
     if (flags > 1)
         return INVALID_VALUE;
     for (int i = 0; i < STREAMS_MAX; i++)
-        if (!streams[i].used) {
+        if (!streams[i].used && !streams[i].first) {
             streams[i] = (struct stream){.used = 1, .context = current()};
             *given = &streams[i];
             return SUCCESS;
@@ -161,9 +161,8 @@ static Result cuStreamDestroy(struct stream *stream) {
     CALL("cuStreamDestroy", CONTEXT);
     if (!stream_known(stream))
         return INVALID_HANDLE;
-    Result result = run(stream);
-    stream->used = 0;
-    return result;
+    stream->used = 0; /* what it was given is still done, some time */
+    return SUCCESS;
 }
 
 static Result cuStreamSynchronize(struct stream *stream) {
@@ -276,7 +275,7 @@ static Result cuMemsetD8Async(uintptr_t to, unsigned char value, size_t nbytes, 
     return SUCCESS;
 }
 
-/* The two that wait, for programs without a stream: as the real ones, they see what all streams have done. */
+/* Those that wait, for programs without a stream: as the real ones, they see what all streams have done. */
 static Result at_once(enum work work, uintptr_t to, uintptr_t from, size_t nbytes) {
     Result result = streams_run();
     if (result)
@@ -295,6 +294,19 @@ static Result cuMemcpyHtoD(uintptr_t to, const void *from, size_t nbytes) {
     return at_once(COPY_IN, to, (uintptr_t)from, nbytes);
 }
 
+static Result cuMemsetD8(uintptr_t to, unsigned char value, size_t nbytes) {
+    CALL("cuMemsetD8", CONTEXT);
+    Result result = streams_run();
+    if (result)
+        return result;
+    if (!device_may(to, nbytes, NONE))
+        return INVALID_VALUE;
+    if (!device_may(to, nbytes, READ_WRITE))
+        return current()->lost = ILLEGAL_ADDRESS;
+    memset((void *)to, value, nbytes);
+    return SUCCESS;
+}
+
 static Result cuMemcpyDtoH(void *to, uintptr_t from, size_t nbytes) {
     CALL("cuMemcpyDtoH", CONTEXT);
     return at_once(COPY_OUT, (uintptr_t)to, from, nbytes);
@@ -306,5 +318,5 @@ const struct entry stream_entries[] = {ENTRY(cuStreamCreate),    ENTRY(cuStreamD
                                        ENTRY(cuStreamWaitEvent), ENTRY(cuEventCreate),    ENTRY(cuEventDestroy),
                                        ENTRY(cuEventRecord),     ENTRY(cuEventSynchronize), ENTRY(cuEventQuery),
                                        ENTRY(cuMemcpyHtoDAsync), ENTRY(cuMemcpyDtoHAsync), ENTRY(cuMemcpyDtoDAsync),
-                                       ENTRY(cuMemsetD8Async),   ENTRY(cuMemcpyHtoD),     ENTRY(cuMemcpyDtoH),
+                                       ENTRY(cuMemsetD8Async),   ENTRY(cuMemsetD8),   ENTRY(cuMemcpyHtoD),     ENTRY(cuMemcpyDtoH),
                                        {NULL, NULL}};

@@ -223,6 +223,8 @@ static Result cuMemSetAccess(uintptr_t at, size_t nbytes, const struct access_wa
         return INVALID_DEVICE;
     if (wanted->flags != NONE && wanted->flags != READ && wanted->flags != READ_WRITE)
         return INVALID_VALUE;
+    if (wanted->flags == READ && state_quirk("unprotected"))
+        return range->access = READ_WRITE, mprotect((void *)at, nbytes, PROT_READ | PROT_WRITE) ? OUT_OF_MEMORY : SUCCESS;
     int protection = wanted->flags == READ_WRITE ? PROT_READ | PROT_WRITE : wanted->flags == READ ? PROT_READ : PROT_NONE;
     if (mprotect((void *)at, nbytes, protection))
         return OUT_OF_MEMORY;

@@ -1,4 +1,4 @@
-"""CUDA's driver without a GPU, for tests: builds tests/fakecuda, and owns the directory that one test's processes share.
+"""CUDA's driver without a GPU, for tests: builds tests/fakecuda, and owns the directory that a test's processes share.
 
 ``tests/fakecuda/README.md`` says what it proves and what not. Fixtures: ``fake_cuda`` (for other processes) and
 ``cuda_here`` (for this one), in tests/conftest.py.
@@ -83,12 +83,23 @@ class FakeCuda:
         paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
         return {"FAKECUDA": str(self.directory), "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
 
+    @property
+    def whole_environment(self) -> dict[str, str]:
+        """This process's environment with these devices in it."""
+        return {**os.environ, **self.environment}
+
     def fail(self, *rules: tuple[str, int | str, int]) -> None:
         """From now on, in every process: the call's name (or ``*``), the how manieth of the process (or ``*``), the
         result. None: nothing fails any more. Give ``FAKECUDA_FAIL`` to a process for rules of its own.
         """
         (self.directory / "fail.new").write_text("".join(f"{name} {nth} {result}\n" for name, nth, result in rules))
         (self.directory / "fail.new").rename(self.directory / "fail")
+
+    def worsen(self, *quirks: str) -> None:
+        """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it) or ``unprotected``
+        (read-only mappings are not).
+        """
+        (self.directory / "quirks").write_text(" ".join(quirks))
 
     def calls(self, pid: int | None = None) -> list[str]:
         """The calls made so far, by all processes or one, NVML's too."""
@@ -112,7 +123,7 @@ class FakeCuda:
         return [int(path.name.split("-")[1]) for path in self._live("contexts")]
 
     def leaks(self) -> dict[int, str]:
-        """What processes that ended regularly had not given back, by pid."""
+        """What processes that ended regularly had not given back, contexts apart, by pid."""
         return {int(path.name): path.read_text().strip() for path in (self.directory / "leaks").iterdir()}
 
     def sweep(self) -> None:
@@ -152,8 +163,8 @@ class CudaHere:
         self.fake = fake
         # Under their own names, so that whoever asks for libcuda.so.1 later is given these.
         self._driver = ctypes.CDLL(str(fake.libraries / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(fake.libraries / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
-        self._driver.fakecuda_reset()
+        self._nvml = ctypes.CDLL(str(fake.libraries / "libnvidia-ml.so.1"))
+        self.reset()
 
     def live(self) -> str:
         """What this process has not given back, in words; empty when nothing."""
@@ -162,4 +173,7 @@ class CudaHere:
         return text.value.decode()
 
     def reset(self) -> None:
+        """As if this process had just begun: with nothing of the driver's, and no call made."""
         self._driver.fakecuda_reset()
+        for library in (self._driver, self._nvml):
+            library.fakecuda_count_anew()

@@ -6,16 +6,16 @@ calls of whoever fills memory or copies out of it. The keeper never comes here: 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weightcached.protocol.memory.cuda import driver
 from weightcached.protocol.memory.cuda.devices import Device
+from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context
 
 
-class Context:
-    """The primary context of ``device``, retained until closed or until the last reference goes."""
+class Context(Owned):
+    """The primary context of ``device``, retained. What was made in it is closed before it is."""
 
     def __init__(self, device: Device) -> None:
         driver.initialise()
@@ -23,8 +23,7 @@ class Context:
         asked = f"the context of {device.uuid}"
         number = driver.call("cuDeviceGet", device.ordinal, asked=asked)
         self.handle = int(driver.call("cuDevicePrimaryCtxRetain", number, asked=asked))
-        self._release = weakref.finalize(self, driver.call, "cuDevicePrimaryCtxRelease", number, asked=asked)
-        self._release.atexit = False
+        self._owns(driver.call, "cuDevicePrimaryCtxRelease", number, asked=asked)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -40,25 +39,15 @@ class Context:
         """Wait for all work of the context, and raise what went wrong in it. The context is current."""
         driver.call("cuCtxSynchronize", asked=f"the end of all work on {self.device.uuid}")
 
-    def close(self) -> None:
-        """Release now. Safe to call twice."""
-        self._release()
 
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Event:
+class Event(Owned):
     """A point in a stream, to wait for. Made in the current context; without timing, which makes waiting cheap."""
 
     def __init__(self) -> None:
         flag = driver.bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING
+        context = current_context()
         self.handle = int(driver.call("cuEventCreate", int(flag), asked="an event"))
-        self._destroy = weakref.finalize(self, driver.call, "cuEventDestroy", self.handle, asked="an event's end")
-        self._destroy.atexit = False
+        self._owns(call_within, context, "cuEventDestroy", self.handle, asked="an event's end")
 
     def record(self, stream: Stream) -> None:
         """The point is after all that ``stream`` has been given so far."""
@@ -72,18 +61,18 @@ class Event:
         """Whether it is; does not block. Raises what failed before it."""
         return driver.finished("cuEventQuery", self.handle, asked="an event")
 
-    def close(self) -> None:
-        self._destroy()
 
+class Stream(Owned):
+    """Work done in its order, beside other streams. Made in the current context, and independent of the default one.
 
-class Stream:
-    """Work done in its order, beside other streams. Made in the current context, and independent of the default one."""
+    Closing it does not wait: work that it was given is still done.
+    """
 
     def __init__(self) -> None:
         flag = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
+        context = current_context()
         self.handle = int(driver.call("cuStreamCreate", int(flag), asked="a stream"))
-        self._destroy = weakref.finalize(self, driver.call, "cuStreamDestroy", self.handle, asked="a stream's end")
-        self._destroy.atexit = False
+        self._owns(call_within, context, "cuStreamDestroy", self.handle, asked="a stream's end")
 
     def wait_for(self, event: Event) -> None:
         """What is given to this stream from now on begins after ``event``. Does not block."""
@@ -112,7 +101,3 @@ class Stream:
     def synchronize(self) -> None:
         """Block until all of it is done, without the interpreter's lock. Raises what failed."""
         driver.call("cuStreamSynchronize", self.handle, asked="the end of a stream's work")
-
-    def close(self) -> None:
-        """Give it back; work that it was given is still done."""
-        self._destroy()

@@ -83,22 +83,24 @@ def _called(name: str, *arguments: object, asked: str) -> tuple[Any, ...]:
             found=str(error),
             next_step="install NVIDIA's driver, or a newer one; in a container, run it with the GPU (--gpus)",
         ) from error
+    except ValueError as error:  # a result that the bindings have no word for
+        raise DeviceFailed(
+            f"{name} failed",
+            expected=asked,
+            found=str(error),
+            next_step="install a cuda-bindings as new as the driver",
+        ) from error
     return results
 
 
 def failure(name: str, result: Any, *, asked: str) -> WeightCacheError:
     """The error for a call's ``result`` that is not success."""
-    said = error_name(result)
+    said = str(result.name)
     if said == _OUT_OF_MEMORY:
         return InsufficientMemory(f"{name} found no memory", expected=asked, found=said)
     if said in _ABSENT:
         return DeviceAbsent(f"{name} found no device", expected=asked, found=said, next_step=_ABSENT[said])
     return DeviceFailed(f"{name} failed", expected=asked, found=said, next_step=_NEXT_STEPS.get(said))
-
-
-def error_name(result: Any) -> str:
-    """CUDA's name for a result, such as ``CUDA_ERROR_INVALID_VALUE``; for one newer than the bindings, its number."""
-    return str(getattr(result, "name", f"CUresult {int(result)}"))
 
 
 @functools.cache

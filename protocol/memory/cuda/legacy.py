@@ -8,29 +8,29 @@ is dead.
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 from weightcached.protocol.errors import InsufficientMemory, TransferError
 from weightcached.protocol.memory.cuda import driver, nvml
 from weightcached.protocol.memory.cuda.devices import Device
+from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context
 
 HANDLE_NBYTES = 64
 
 
-class DeviceMemory:
-    """``nbytes`` at ``address`` on ``device``, freed when closed, or when the last reference to it goes."""
+class DeviceMemory(Owned):
+    """``nbytes`` at ``address`` on ``device``. Closing frees it, whoever has opened it."""
 
     def __init__(self, nbytes: int, *, device: Device) -> None:
         """Raises InsufficientMemory, naming who holds the device's memory where NVML knows."""
         self.nbytes = nbytes
         asked = f"{nbytes} bytes on {device.uuid} ({device.name})"
+        context = current_context()
         try:
             self.address = int(driver.call("cuMemAlloc", nbytes, asked=asked))
         except InsufficientMemory as error:
             raise nvml.no_room(error, asked=asked, uuid=device.uuid) from error
         freed = f"freeing {nbytes} bytes at {self.address:#x}"
-        self._free = weakref.finalize(self, driver.call, "cuMemFree", self.address, asked=freed)
-        self._free.atexit = False
+        self._owns(call_within, context, "cuMemFree", self.address, asked=freed)
 
     def export(self) -> bytes:
         """64 bytes with which a process of the same user may open this memory, while this process lives."""
@@ -39,16 +39,12 @@ class DeviceMemory:
             int(driver.call("cuIpcGetMemHandle", self.address, asked=asked).getPtr()), HANDLE_NBYTES
         )
 
-    def close(self) -> None:
-        """Free now, whoever has opened it. Safe to call twice."""
-        self._free()
 
-
-class OpenedMemory:
-    """Another process's memory at ``address``; closed when closed, or when the last reference to it goes."""
+class OpenedMemory(Owned):
+    """Another process's memory at ``address``."""
 
     def __init__(self, handle: bytes, *, nbytes: int) -> None:
-        """``handle`` as :meth:`DeviceMemory.export` gave it, ``nbytes`` as its holder said: the driver does not tell."""
+        """``handle`` as :meth:`DeviceMemory.export` gave it; ``nbytes`` as its holder said, for messages."""
         if len(handle) != HANDLE_NBYTES:
             raise TransferError("not a handle of memory", expected=f"{HANDLE_NBYTES} bytes", found=len(handle))
         self.nbytes = nbytes
@@ -57,12 +53,7 @@ class OpenedMemory:
         ctypes.memmove(int(opened.getPtr()), handle, HANDLE_NBYTES)
         flag = int(cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         asked = f"{nbytes} bytes of another process"
+        context = current_context()
         self.address = int(driver.call("cuIpcOpenMemHandle", opened, flag, asked=asked))
-        self._close = weakref.finalize(
-            self, driver.call, "cuIpcCloseMemHandle", self.address, asked=f"closing {nbytes} bytes at {self.address:#x}"
-        )
-        self._close.atexit = False
-
-    def close(self) -> None:
-        """Safe to call twice."""
-        self._close()
+        closing = f"closing {nbytes} bytes at {self.address:#x}"
+        self._owns(call_within, context, "cuIpcCloseMemHandle", self.address, asked=closing)

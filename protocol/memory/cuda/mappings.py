@@ -6,14 +6,13 @@ Needs no context. Blocks: giving access takes the driver milliseconds.
 
 from __future__ import annotations
 
-import weakref
-
 from weightcached.protocol.memory.cuda import driver
 from weightcached.protocol.memory.cuda.devices import Device
+from weightcached.protocol.memory.cuda.owned import Owned
 from weightcached.protocol.memory.cuda.physical import Allocation
 
 
-class Mapping:
+class Mapping(Owned):
     """``nbytes`` at ``address``, mapped or only reserved. Given back when closed, or when the last reference goes.
 
     Whoever hands out memory of it (a tensor) keeps a reference, so that it outlives them all. What still computes with
@@ -26,17 +25,12 @@ class Mapping:
         self.device = device
         asked = f"addresses for {nbytes} bytes on {device.uuid}"
         self.address = int(driver.call("cuMemAddressReserve", nbytes, alignment, 0, 0, asked=asked))
-        self._free = weakref.finalize(self, _give_back, state := _State(), self.address, nbytes, device.uuid)
-        self._free.atexit = False
-        self._state = state
+        self._state = _State()
+        self._owns(_give_back, self._state, self.address, nbytes, device.uuid)
 
     @property
     def mapped(self) -> bool:
         return self._state.mapped
-
-    @property
-    def closed(self) -> bool:
-        return not self._free.alive
 
     def map(self, allocation: Allocation, *, writable: bool) -> None:
         """Show ``allocation`` (of the same size) here. Its handle may be closed then: the mapping keeps the memory.
@@ -66,16 +60,6 @@ class Mapping:
         """Take the memory away and keep the addresses, for another :meth:`map`. Safe to call twice."""
         if self._state.mapped and not self.closed:
             _unmap(self._state, self.address, self.nbytes, self.device.uuid)
-
-    def close(self) -> None:
-        """Unmap and give the addresses back. Safe to call twice."""
-        self._free()
-
-    def __enter__(self) -> Mapping:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _State:

@@ -66,11 +66,17 @@ def _library() -> ctypes.CDLL:
             next_step="install NVIDIA's driver; in a container, give it the capability `utility`",
         ) from error
     library.nvmlErrorString.restype = ctypes.c_char_p
-    _checked(library, "nvmlInit_v2", asked="NVML")
     return library
 
 
-def _checked(library: ctypes.CDLL, name: str, *arguments: object, asked: str) -> None:
+@functools.cache
+def initialise() -> None:
+    """Once in a process; everything else does it. Takes no memory of a device."""
+    _checked("nvmlInit_v2", asked="NVML")
+
+
+def _checked(name: str, *arguments: object, asked: str) -> None:
+    library = _library()
     result = getattr(library, name)(*arguments)
     if result != _SUCCESS:
         said = (library.nvmlErrorString(result) or b"").decode(errors="replace") or f"nvmlReturn {result}"
@@ -79,19 +85,20 @@ def _checked(library: ctypes.CDLL, name: str, *arguments: object, asked: str) ->
 
 def _handle(uuid: str) -> ctypes.c_void_p:
     """``uuid`` as :class:`~weightcached.protocol.memory.cuda.devices.Device` has it; NVML wants to be told the kind."""
-    library = _library()
+    initialise()
     handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == _SUCCESS:
-        return handle
-    asked = f"device {uuid}"
-    _checked(library, "nvmlDeviceGetHandleByUUID", f"MIG-{uuid}".encode(), ctypes.byref(handle), asked=asked)
+    call, asked = "nvmlDeviceGetHandleByUUID", f"device {uuid}"
+    try:
+        _checked(call, f"GPU-{uuid}".encode(), ctypes.byref(handle), asked=asked)
+    except DeviceFailed:
+        _checked(call, f"MIG-{uuid}".encode(), ctypes.byref(handle), asked=asked)
     return handle
 
 
 def memory(uuid: str) -> Memory:
     """Of the device now. Raises DeviceAbsent without NVML, DeviceFailed where it does not answer."""
     handle, found = _handle(uuid), _Memory()
-    _checked(_library(), "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(found), asked=f"the memory of {uuid}")
+    _checked("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(found), asked=f"the memory of {uuid}")
     return Memory(total_nbytes=found.total, free_nbytes=found.free, used_nbytes=found.used)
 
 
@@ -101,7 +108,7 @@ def holders(uuid: str) -> tuple[Holder, ...]:
     count = ctypes.c_uint(_PROCESSES_MAX)
     found = (_Process * _PROCESSES_MAX)()
     call = "nvmlDeviceGetComputeRunningProcesses_v3"
-    _checked(_library(), call, handle, ctypes.byref(count), found, asked=f"the processes on {uuid}")
+    _checked(call, handle, ctypes.byref(count), found, asked=f"the processes on {uuid}")
     listed = (
         Holder(entry.pid, None if entry.used == _UNKNOWN_NBYTES else entry.used) for entry in found[: count.value]
     )

@@ -8,12 +8,12 @@ it.
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Any
 
 from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.cuda import driver, nvml
 from weightcached.protocol.memory.cuda.devices import Device
+from weightcached.protocol.memory.cuda.owned import Owned
 
 
 def properties(device: Device) -> Any:
@@ -39,7 +39,7 @@ def rounded(nbytes: int, multiple: int) -> int:
     return max(-(-nbytes // multiple), 1) * multiple
 
 
-class Allocation:
+class Allocation(Owned):
     """A handle of ``nbytes`` on ``device``. Released when closed, or when the last reference to it goes.
 
     Releasing frees the memory only when no mapping, no exported descriptor and no other handle of it is left, in any
@@ -50,10 +50,8 @@ class Allocation:
         self.handle = handle
         self.nbytes = nbytes
         self.device = device
-        self._release = weakref.finalize(
-            self, driver.call, "cuMemRelease", handle, asked=f"the release of {nbytes} bytes on {device.uuid}"
-        )
-        self._release.atexit = False
+        asked = f"the release of {nbytes} bytes on {device.uuid}"
+        self._owns(driver.call, "cuMemRelease", handle, asked=asked)
 
     def export(self) -> int:
         """A descriptor of this memory, closed on exec. The caller owns it; alone it keeps the memory."""
@@ -62,20 +60,6 @@ class Allocation:
         fd = int(driver.call("cuMemExportToShareableHandle", self.handle, kind, 0, asked=asked))
         os.set_inheritable(fd, False)
         return fd
-
-    def close(self) -> None:
-        """Release now. Safe to call twice."""
-        self._release()
-
-    @property
-    def closed(self) -> bool:
-        return not self._release.alive
-
-    def __enter__(self) -> Allocation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def allocate(nbytes: int, *, device: Device) -> Allocation:

@@ -7,16 +7,13 @@ whole host and cannot be swapped: keep little of it.
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 from weightcached.protocol.memory.cuda import driver
+from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context
 
 
-class Pinned:
-    """``nbytes`` of host memory at ``address``. Given back when closed, or when the last reference to it goes.
-
-    No copy may still use it then: wait for the stream first.
-    """
+class Pinned(Owned):
+    """``nbytes`` of host memory at ``address``. Before it is closed, wait for the copies that use it."""
 
     def __init__(self, nbytes: int, *, address: int | None = None) -> None:
         """New memory; with ``address`` the memory there (whole pages, which stay the caller's) is pinned instead.
@@ -24,6 +21,7 @@ class Pinned:
         Raises InsufficientMemory where the host has no more to pin.
         """
         self.nbytes = nbytes
+        context = current_context()
         if address is None:
             flag = int(driver.bindings().CU_MEMHOSTALLOC_PORTABLE)
             self.address = int(driver.call("cuMemHostAlloc", nbytes, flag, asked=f"{nbytes} bytes of pinned memory"))
@@ -34,23 +32,12 @@ class Pinned:
             driver.call("cuMemHostRegister", address, nbytes, flag, asked=f"{nbytes} bytes at {address:#x} pinned")
             back = "cuMemHostUnregister"
         asked = f"giving back {nbytes} bytes of pinned memory at {self.address:#x}"
-        self._free = weakref.finalize(self, driver.call, back, self.address, asked=asked)
-        self._free.atexit = False
+        self._owns(call_within, context, back, self.address, asked=asked)
 
     def view(self) -> memoryview:
-        """The bytes, writable; keeps the memory alive."""
-        if not self._free.alive:
+        """The bytes, writable; keeps the memory alive, and is invalid once that is closed."""
+        if self.closed:
             raise ValueError("the memory was given back")
         block = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         block.owner = self  # type: ignore[attr-defined]  # ctypes arrays take attributes; this one holds the memory
         return memoryview(block).cast("B")
-
-    def close(self) -> None:
-        """Give back, or no longer pin. Views of it are invalid from now on. Safe to call twice."""
-        self._free()
-
-    def __enter__(self) -> Pinned:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
