@@ -16,12 +16,18 @@ from weightcached.protocol.command_line import Parser, positive_seconds, whole_n
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
-from weightcached.protocol.memory.chosen import CPU, DEVICE_SPELLINGS, Memory, chosen
+from weightcached.protocol.memory.chosen import Memory, chosen
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
-from weightcached.protocol.shard_options import add_engine_argument, add_shard_arguments, parse_with_engine, sizes
+from weightcached.protocol.shard_options import (
+    add_device_arguments,
+    add_engine_argument,
+    add_shard_arguments,
+    parse_with_engine,
+    sizes,
+)
 from weightcached.protocol.worker_messages import LoadStrategy
 
 
@@ -66,12 +72,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add_shard_arguments(group)
     add_engine_argument(group)
-    group.add_argument(
-        "--device", default=CPU, metavar="DEVICE", help=f"where the weights live: {DEVICE_SPELLINGS} (default: {CPU})"
-    )
-    group.add_argument(
-        "--memory", choices=get_args(Memory), help="memory kind (default: host on cpu, cuda-vmm on a GPU)"
-    )
+    add_device_arguments(group)
     group.add_argument(
         "--snapshot",
         metavar="DIR",

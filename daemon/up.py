@@ -27,7 +27,7 @@ from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.places import Place
 from weightcached.protocol.processes import python_command
 from weightcached.protocol.ranks import every_rank, ranks_of
-from weightcached.protocol.shard_options import parse_with_engine, sizes
+from weightcached.protocol.shard_options import device_of_rank, parse_with_engine, sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -82,11 +82,6 @@ def check(given: argparse.Namespace, parallels: Sequence[Parallel]) -> None:
                 found=options.place,
                 next_step="say --device cuda: rank N then takes the GPU with index N",
             )
-
-
-def device_of_rank(device: str, rank: int, ranks: int) -> str:
-    """``cuda`` means, for several ranks, the visible GPU with the rank's number."""
-    return f"cuda:{rank}" if device == "cuda" and ranks > 1 else device
 
 
 class Ranks:

@@ -5,6 +5,7 @@ It stands for what the driver is told and for whose memory lives how long (tests
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -311,6 +312,11 @@ def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path,
         places = [place_of(device, runtime_dir) for device in fake_cuda.devices]
         wait(lambda: places, allowed=AllowList(), deadline=Deadline.after(60))
         assert all(fake_cuda.used_nbytes(device.uuid) > 0 for device in fake_cuda.devices)
+        verify = [*REAL, "verify", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+        verify += ["--device", "cuda", "--json"]
+        answer = subprocess.run(verify, cwd=ROOT, env={**os.environ, **fake_cuda.environment}, stdout=subprocess.PIPE)
+        assert answer.returncode == 0
+        assert [rank["rank"] for rank in json.loads(answer.stdout)["ranks"]] == ["tp0of2", "tp1of2"]
         versions = set()
         for rank in range(2):
             with gpu_engine(
