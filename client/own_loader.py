@@ -1,6 +1,6 @@
 """Attaching for an engine that has a loader of its own: where the contract allows the disk, that loader reads it.
 
-Owns :func:`attach_or_none`. The contract is ``attach.py``'s.
+Owns :func:`attach_or_none`, and what is said and counted where it gives none. The contract is ``attach.py``'s.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ def attach_or_none(model: str | os.PathLike[str], *, mode: Mode = "client", **op
     except DaemonAbsent as absent:
         if mode != "client":
             raise
-        from weightcached.client.counters import count_fallback
-
-        socket_path = Path(str(absent.where))
-        count_fallback(f"{socket_path.parent.name}/{socket_path.stem}")
-        logger.warning("%s: the engine loads the weights of %s from disk itself", absent.found, model)
+        note_fallback(absent, model)
         return None
+
+
+def note_fallback(absent: DaemonAbsent, model: str | os.PathLike[str]) -> None:
+    """The warning and the counter of an engine that loads ``model`` itself, because its place is ``absent``."""
+    from weightcached.client.counters import count_fallback
+
+    socket_path = Path(str(absent.where))
+    count_fallback(f"{socket_path.parent.name}/{socket_path.stem}")
+    logger.warning("%s: the engine loads the weights of %s from disk itself", absent.found, model)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from weightcached.daemon.adoption import Whole, examine, require_same_config, wi
 from weightcached.daemon.children import Child, parent_arguments
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import compute, remembered
+from weightcached.daemon.engine_keys import ask_for_key, inputs_of
 from weightcached.daemon.generation import Generation, Origin
 from weightcached.daemon.loading import LoadRequest, TransientFailure, load
 from weightcached.daemon.patience import in_thread
@@ -44,7 +44,6 @@ from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import kind_of
 
 HUB_MODULE = "weightcached.protocol.hub"
-ENGINE_KEY_MODULE = "weightcached.loader.engines.key"
 VERIFY_MODULE = "weightcached.loader.verify"
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 """Pauses before loading again after a transient failure; then the failure stands."""
@@ -167,7 +166,7 @@ class Acquiring:
         model_dir = Path(origin.model_dir if origin is not None else self._options.model)
         try:
             async with asyncio.timeout(ENGINE_KEY_TIMEOUT_S):
-                engine = await self._engine_key(model_dir)
+                engine = await self._engine_key(model_dir, whole)
             async with asyncio.timeout(CONFIG_TIMEOUT_S):
                 asked = await self._read_config(model_dir, engine)
         except TimeoutError:
@@ -254,6 +253,7 @@ class Acquiring:
         origin = await self._origin()
         record.model_path = origin.model_dir
         model_dir = Path(origin.model_dir)
+        inputs = None if options.engine is None else await in_thread(lambda: inputs_of(options, model_dir))
         engine = await self._engine_key(model_dir)
         config = await self._read_config(model_dir, engine)
         provenance = await in_thread(lambda: provenance_of(model_dir))
@@ -269,6 +269,7 @@ class Acquiring:
             snapshot=options.snapshot,
             strategy=options.load_strategy,
             engine_arguments=options.engine_arguments,
+            engine_inputs=inputs,
         )
 
     async def _origin(self) -> Origin:
@@ -287,25 +288,20 @@ class Acquiring:
             raise ContractError("the hub process answered without a path", found=sorted(answer))
         return Origin.of(answer["path"], hub_id=model)
 
-    async def _engine_key(self, model_dir: Path) -> EngineKey | None:
-        """Of the engine whose layout is asked for, computed in a process of its own: this one imports no engine."""
+    async def _engine_key(self, model_dir: Path, kept: Whole | None = None) -> EngineKey | None:
+        """Of the engine whose layout is asked for; the one of what is ``kept``, where nothing has changed since that
+        could change it.
+        """
         options = self._options
         if options.engine is None:
             return None
+        if kept is not None and kept.record is not None and kept.record.engine_inputs is not None:
+            async with asyncio.timeout(CONFIG_TIMEOUT_S):
+                inputs = await in_thread(lambda: inputs_of(options, model_dir))
+            if inputs == kept.record.engine_inputs and kept.config.layout == options.engine:
+                return EngineKey.of(options.engine, kept.config.layout_revision, kept.config.engine or {})
         self._record.progress.update(f"ask engine {options.engine} for its key"[:200])
-        request = {
-            "model_dir": os.fspath(model_dir),
-            "parallel": options.parallel.model_dump(),
-            "dtype": options.dtype,
-            "arguments": options.engine_arguments,
-        }
-        arguments = ["--engine", options.engine, "--request", json.dumps(request), *parent_arguments()]
-        child = await Child.start("engine key", ENGINE_KEY_MODULE, arguments, answers=True)
-        try:
-            answer = await child.answer()
-        finally:
-            await child.end()
-        return EngineKey.of(options.engine, answer["revision"], answer["entries"])
+        return await ask_for_key(options.engine, options, model_dir)
 
     async def _read_config(self, model_dir: Path, engine: EngineKey | None) -> CacheConfig:
         options = self._options

@@ -90,6 +90,7 @@ class Whole:
             provenance=record.provenance if record is not None else provenance,
             origin=Origin(record.model_dir, record.hub_id) if record is not None else origin,
             seconds=meta.seconds,
+            engine_inputs=record.engine_inputs if record is not None else None,
         )
 
 

@@ -290,5 +290,6 @@ def record_of(generation: Generation, known: GenerationRecord | None = None) -> 
         seconds=generation.seconds,
         model_dir=generation.origin.model_dir,
         hub_id=generation.origin.hub_id,
+        engine_inputs=generation.engine_inputs,
         proven_receipts=known.proven_receipts if known is not None else (),
     )

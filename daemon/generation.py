@@ -103,6 +103,8 @@ class Generation:
     provenance: Provenance
     origin: Origin
     seconds: dict[str, float]
+    engine_inputs: str | None = None
+    """What the key of the engine that made the layout was computed from, as one hash."""
 
     @property
     def kind(self) -> MemoryKind:

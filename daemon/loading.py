@@ -83,6 +83,8 @@ class LoadRequest:
     strategy: LoadStrategy = "auto"
     engine_arguments: tuple[str, ...] = ()
     """Of the engine that makes the config's layout, where there is one."""
+    engine_inputs: str | None = None
+    """What its key was computed from, as one hash."""
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -181,6 +183,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     provenance=request.provenance,
                     origin=request.origin,
                     seconds=done.seconds,
+                    engine_inputs=request.engine_inputs,
                 )
 
 

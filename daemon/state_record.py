@@ -71,6 +71,8 @@ class GenerationRecord(_Frozen):
     """Where it was loaded from: an absolute path."""
     hub_id: ShortText | None
     """What ``--model`` said, where it was a hub id and not that path."""
+    engine_inputs: Hex64 | None = None
+    """What the key of the engine that made the layout was computed from."""
     proven_receipts: Annotated[tuple[Hex64, ...], Field(strict=False, max_length=PROVEN_MAX)] = ()
     """Of other views of its files (other mounts), oldest first."""
 

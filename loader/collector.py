@@ -13,11 +13,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Inside, cycles are not looked for, in any thread. Leaves the collector as it found it."""
+    """Inside, cycles are not looked for, in any thread. Leaves the collector as it found it, but for what was made
+    inside: that counts as old, or the first thing afterwards would be to look at all of it.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # what somebody has frozen stays so
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgpack
 
-from weightcached.client.vllm.obtain import Wish, note_fallback, weights_for
+from weightcached.client.own_loader import note_fallback
+from weightcached.client.vllm.obtain import Wish, weights_for
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.errors import DaemonAbsent, RanksDisagree
 from weightcached.protocol.frozen import Frozen
@@ -117,7 +118,7 @@ def obtain_together(wish_of: Callable[[], Wish], *, may_fall_back: bool) -> Foun
             weights.close()
         raise
     if wish is not None and absent is not None:
-        note_fallback(wish, absent)
+        note_fallback(absent, wish.model_dir)
     return Found(mine.place, weights)
 
 

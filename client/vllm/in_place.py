@@ -126,6 +126,6 @@ def sharing_of(model: torch.nn.Module, weights: WeightSet) -> Sharing:
         seen.add(place)
         if place in places:
             shared.add(place)
-        else:
+        elif weights.manifest.row(name).kind == "parameter":
             made_anew[folded(name)] = made_anew.get(folded(name), 0) + tensor.nbytes
     return Sharing(sum(nbytes for _, nbytes in shared), made_anew)

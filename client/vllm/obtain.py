@@ -7,28 +7,23 @@ absent it says so (DaemonAbsent), whatever the mode: whether vLLM's own loader m
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightcached.client.attach import attach
-from weightcached.client.counters import count_fallback
 from weightcached.client.owned_daemon import OwnedDaemon
 from weightcached.client.vllm.options import LoaderOptions
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel, read_model_config
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.engine_key import EngineKey
-from weightcached.protocol.errors import DaemonAbsent
 from weightcached.protocol.places import Place, runtime_directory
 from weightcached.protocol.ranks import device_of, ranks_of
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("vllm.weightcached")
 
 _OWNED: dict[Place, OwnedDaemon] = {}
 """Daemons of this process. vLLM makes a loader anew for each question it has; what a loader has started outlives it."""
@@ -107,12 +102,6 @@ def weights_for(wish: Wish) -> WeightSet:
         engine=wish.engine,
         **wish.shard,
     )
-
-
-def note_fallback(wish: Wish, absent: DaemonAbsent) -> None:
-    """The warning and the counter of the one fallback that there is."""
-    count_fallback(str(wish.place))
-    logger.warning("%s: vLLM loads %s from disk", absent.found, wish.model_dir)
 
 
 def _own_daemon(wish: Wish, deadline: Deadline) -> None:

@@ -16,6 +16,8 @@ from weightcached.protocol.engines import Built, NamedTensor
 from weightcached.protocol.errors import UnsupportedModel
 from weightcached.protocol.manifest import Kind, extent_nbytes
 
+_SCALARS = (bool, int, float, str, type(None))
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
@@ -61,9 +63,12 @@ def _form(one: PlacedTensor, *, ties: bool) -> tuple[object, ...]:
 def place_state(built: Built) -> PlacedState:
     """Lay what was built one tensor after the other, each aligned, tied names in one place.
 
-    Raises UnsupportedModel naming a tensor that cannot be shared, a name that stands twice, and names that share memory
-    in different forms.
+    Raises UnsupportedModel naming a tensor that cannot be shared, a name that stands twice, names that share memory in
+    different forms, and a scalar that is none.
     """
+    for name, scalar in built.scalars.items():
+        if not isinstance(scalar, _SCALARS):
+            raise _refused(name, "a flag, a number or a word", type(scalar).__name__, what="scalar")
     placed: dict[str, PlacedTensor] = {}
     first_of: dict[tuple[object, ...], PlacedTensor] = {}
     end = 0
@@ -139,9 +144,9 @@ def _require_apart(places: Iterable[PlacedTensor]) -> None:
         end, last = address + one.nbytes, one.name
 
 
-def _refused(name: str, expected: str, found: str) -> UnsupportedModel:
+def _refused(name: str, expected: str, found: str, *, what: str = "tensor") -> UnsupportedModel:
     return UnsupportedModel(
-        f"the engine's tensor {name} cannot be shared",
+        f"the engine's {what} {name} cannot be shared",
         expected=expected,
         found=found,
         next_step="let the engine's adapter give another form of it, or configure the engine without it",

@@ -105,6 +105,7 @@ def test_an_engine_is_started_killed_and_started_again_across_the_daemon_s_own_d
         assert engine() == first
         stages = [record.get("stage") for record in served.log.records()]
         assert stages.count("load toy model") == 1, "it was built a second time"
+        assert stages.count("ask engine toy for its key") == 1, "nothing has changed that could change its key"
 
 
 def test_weights_are_kept_where_the_engine_cannot_be_asked_for_its_key(

@@ -43,8 +43,8 @@ def config_of(directory, **options):
 
 @pytest.fixture
 def large(tmp_path):
-    """A checkpoint that takes the worker some hundred slabs: 128 MiB of zeros that take no room on disk."""
-    shape = (32, 1 << 21)
+    """A checkpoint that takes the worker long enough to be stopped at it: 1 GiB of zeros that take no room on disk."""
+    shape = (256, 1 << 21)
     directory = write_checkpoint(
         tmp_path / "large", {"architectures": ["Any"]}, {"model.safetensors": {"t": raw_tensor("t", (1, 1))}}
     )

@@ -67,3 +67,21 @@ def test_where_vllm_may_load_itself_there_is_no_quantization_of_ours(mode: str) 
 def test_options_that_are_no_object_are_refused(value: object) -> None:
     with pytest.raises(InvalidOption, match="not an object"):
         parse(value)
+
+
+def test_a_layout_that_vllm_makes_is_named_with_its_stage() -> None:
+    options = parse({"layout": "vllm", "stage": "after"})
+    assert (options.layout, options.stage) == ("vllm", "after")
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"stage": "after"}, "layout fused is what vLLM has before post-processing"),
+        ({"layout": "vllm", "weight_cache_mode": "daemon"}, "layout 'vllm' and weight_cache_mode 'daemon'"),
+        ({"layout": "vllm", "weight_cache_mode": "require", "quantization": "fp8"}, "and quantization 'fp8'"),
+    ],
+)
+def test_what_a_layout_does_not_have_is_refused(extra: dict[str, str], named: str) -> None:
+    with pytest.raises(InvalidOption, match=named):
+        parse(extra)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.example_engine import toy_model
+from tests.support.resources import anonymous_nbytes
 from weightcached.loader.engines import source
 from weightcached.loader.engines.source import build_state
 from weightcached.protocol.config import build_config
@@ -170,6 +171,26 @@ def test_an_engine_may_load_into_the_segment_itself(built_by):
         "inner.bias": [-1, -1],
         "scale": [4],
     }
+
+
+def test_what_is_filled_in_the_segment_is_in_memory_once(built_by):
+    nbytes = 256 << 20
+    grown: list[int] = []
+
+    def filling():
+        module.weight.data.fill_(1)
+        grown.append(anonymous_nbytes(os.getpid()) - before)
+        return Built(module=module)
+
+    before = anonymous_nbytes(os.getpid())
+    module = nn.Linear(1 << 13, nbytes >> 15, bias=False, device="meta").to_empty(device="cpu")
+    segment = host.allocate(nbytes, name="test")
+    try:
+        built_by(lambda _: Built(module=module, fill=filling)).copy(segment, lambda *_: None)
+        assert os.fstat(segment).st_blocks * 512 >= nbytes
+        assert grown[0] < nbytes // 4
+    finally:
+        os.close(segment)
 
 
 def area_of(address):

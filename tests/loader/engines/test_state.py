@@ -80,3 +80,8 @@ def test_a_name_that_stands_twice_is_refused():
 
 def test_a_state_without_tensors_has_no_bytes():
     assert placed().segment_nbytes == 0
+
+
+def test_a_scalar_that_is_none_is_refused_by_name():
+    with pytest.raises(UnsupportedModel, match=r"scalar scale cannot be shared.*Tensor"):
+        place_state(Built(scalars={"flag": True, "scale": torch.ones(1)}))  # type: ignore[dict-item]
