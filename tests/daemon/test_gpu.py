@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemons import REAL, Daemon, daemon, start, supervised_daemon
-from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, FakeCuda, FakeDevice
+from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
 from tests.support.gpu_engine import gpu_engine
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
 from weightcached.daemon import cli
 from weightcached.daemon.wait import wait
+from weightcached.protocol.command_line import USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import Place
@@ -157,6 +158,15 @@ def test_tensors_outlive_their_set_and_then_nothing_is_left(
             engine.answer()
             engine.ask("tensors_outlive_the_set")
     assert fake_cuda.leaks() == {}
+
+
+def test_what_an_engine_writes_to_is_a_copy(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            names = engine.answer()["names"]
+            assert engine.ask("copies_written_to") == 2 * names
+            assert engine.ask("digests") == digests_from_disk(model)
 
 
 def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
@@ -327,6 +337,16 @@ def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path,
     finally:
         process.terminate()
         assert process.wait(60) == 0
+
+
+def test_up_puts_no_two_ranks_on_one_gpu(
+    cuda_here: CudaHere, model: Path, runtime_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+    assert cli.main([*words, "--device", "cuda:0"]) == USAGE_EXIT
+    assert "ranks 0 and 1 would be at one place" in capsys.readouterr().err
+    assert cli.main([*words, "--device", "cuda"]) == USAGE_EXIT
+    assert "does not see the device" in capsys.readouterr().err
 
 
 def test_a_snapshot_of_host_memory_is_loaded_onto_a_gpu(

@@ -121,6 +121,12 @@ class _Engine:
     def addresses(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self.weights.items()}
 
+    def copies_written_to(self) -> int:
+        """Every copy, overwritten; how many. Were one the shared memory itself, this process would end here."""
+        return sum(
+            tensor.zero_() is tensor for reuse in (False, True) for _, tensor in self.weights.copies(reuse_memory=reuse)
+        )
+
     def unmap(self) -> None:
         self.weights.unmap()
 
