@@ -144,7 +144,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
                 name = names.segment_name(generation_id, number)
-                memory.append(await in_thread(partial(kind.allocate, nbytes, name=name)))
+                await in_thread(partial(_allocate, memory, kind, nbytes, name))
             rankless = request.config.rankless_fingerprint
             # Where no file was seen, ranks have the digest to compare from the start.
             stands_in = None if receipts.known else digest
@@ -185,6 +185,11 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     seconds=done.seconds,
                     engine_inputs=request.engine_inputs,
                 )
+
+
+def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
+    """Into ``memory`` at once: whoever asked may have been told to stop, and would drop what is only returned."""
+    memory.append(kind.allocate(nbytes, name=name))
 
 
 def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
