@@ -22,9 +22,13 @@ from tests.support.gpu_engine import gpu_engine
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
 from weightcached.daemon import cli
+from weightcached.daemon.holdings import Holdings
+from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.wait import wait
 from weightcached.protocol.command_line import USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory import host, names
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import Place
 
@@ -306,6 +310,25 @@ def test_a_segment_that_came_back_as_something_else_is_not_adopted(
         assert again.generation != first.generation
         assert again.adoption_refusals == {"transfer": 1}
         assert fake_cuda.used_nbytes() == again.resident_nbytes
+
+
+def test_what_only_a_name_tells_of_takes_the_place_of_no_segment(fake_cuda: FakeCuda) -> None:
+    generation = "1" * 32
+    kept = [
+        host.allocate(1, name=names.manifest_name(generation)),
+        host.allocate(1, name=names.segment_name(generation, 0)),
+    ]
+    devices = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for _ in range(4)]
+    called = [f"g{generation}.{part}" for part in ("s0", "s1", "s1", "m")]
+    fds = [*devices[:2], *kept, *devices[2:]]
+    holdings = Holdings.of(
+        HandedOver((*called[:2], f"g{generation}.m", f"g{generation}.s0", *called[2:]), OwnedFds(fds))
+    )
+    parts = holdings.generations[generation]
+    assert parts.problem is None
+    assert parts.segments == {0: kept[1], 1: devices[1]}
+    assert [fd for _, fd in holdings.strangers] == [devices[0], devices[2], devices[3]]
+    holdings.close()
 
 
 def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
