@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.memory import host
-from weightcached.protocol.memory.cuda_vmm import DeviceMapping
 from weightcached.protocol.memory.kinds import SegmentMapping
 
 if TYPE_CHECKING:
     import torch
+
+    from weightcached.protocol.memory.cuda_vmm import DeviceMapping
 
 
 def on_host(segment: SegmentMapping) -> host.Mapping:
@@ -30,6 +31,8 @@ def on_host(segment: SegmentMapping) -> host.Mapping:
 
 def on_device(segment: SegmentMapping) -> DeviceMapping:
     """The mapping, if it is a device's. UnsupportedModel for host memory."""
+    from weightcached.protocol.memory.cuda_vmm import DeviceMapping
+
     if isinstance(segment, DeviceMapping):
         return segment
     raise UnsupportedModel("the weights are in host memory", expected="weights on a GPU")
@@ -41,9 +44,9 @@ def tensor_of(segment: SegmentMapping) -> torch.Tensor:
 
     if not segment.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    if isinstance(segment, DeviceMapping):
-        return device_tensor(segment)
-    return torch.frombuffer(on_host(segment).view(), dtype=torch.uint8)  # the view holds the mapping
+    if isinstance(segment, host.Mapping):
+        return torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
+    return device_tensor(on_device(segment))
 
 
 def device_tensor(segment: DeviceMapping) -> torch.Tensor:

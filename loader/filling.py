@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from weightcached.loader.destination import Target
-from weightcached.loader.device import DeviceSegment
-from weightcached.protocol.memory.cuda.context import Context
-from weightcached.protocol.memory.cuda_vmm import CudaVmm
+from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind
 
 
@@ -22,8 +20,14 @@ def to_be_filled(segment: int, kind: MemoryKind, *, nbytes: int) -> Iterator[Tar
 
     It is not mapped afterwards. Raises TransferError, DeviceAbsent and DeviceFailed where a device cannot be used.
     """
-    if not isinstance(kind, CudaVmm):
+    if kind is host:
         yield segment
         return
+    from weightcached.loader.device import DeviceSegment
+    from weightcached.protocol.memory.cuda.context import Context
+    from weightcached.protocol.memory.cuda_vmm import CudaVmm
+
+    if not isinstance(kind, CudaVmm):
+        raise TypeError(f"nobody has said how to fill {kind}")
     with Context(kind.device) as context, closing(kind.map_shared(segment, nbytes=nbytes)) as mapping:
         yield DeviceSegment(context, mapping.address, nbytes=mapping.resident_nbytes)
