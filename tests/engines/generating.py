@@ -42,9 +42,10 @@ def started(engine: Engine, arguments: Mapping[str, Any]) -> list[dict[str, Any]
     return engine.ask(do="start", **arguments)["workers"]
 
 
-def said(engine: Engine, *, max_tokens: int = TOKENS) -> list[list[int]]:
+def said(engine: Engine, *, adapter: Path | None = None) -> list[list[int]]:
     """What the engine says to the prompts."""
-    return engine.ask(do="say", prompts=PROMPTS, max_tokens=max_tokens)["tokens"]
+    request = {} if adapter is None else {"adapter": str(adapter)}
+    return engine.ask(do="say", prompts=PROMPTS, max_tokens=TOKENS, **request)["tokens"]
 
 
 def ended(engine: Engine) -> None:

@@ -6,8 +6,11 @@ Engines of one rank run in one process after the other; see `vllm_generate.py`.
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.engines import engine
 from tests.engines.cases.case import Case
@@ -182,3 +185,47 @@ def test_an_engine_with_a_daemon_of_its_own_ends_with_it(checkpoint, tmp_path):
         assert said(owner)
         assert place.socket_path.exists()
     assert not place.socket_path.exists()
+
+
+def test_a_draft_model_has_a_daemon_of_its_own_name_or_is_vllm_s_business(generator, checkpoint, tmp_path):
+    model, run = checkpoint(ONE), tmp_path / "run"
+    drafted = {"model": str(model), "num_speculative_tokens": 2, "method": "draft_model"}
+    _, expected = said_by(generator, of_vllm(model, speculative_config=drafted))
+    with serving(model, run), serving(model, run, name="draft") as (draft,):
+        _, tokens = said_by(generator, with_cache(model, run, speculative_config=drafted))
+        assert tokens == expected
+        assert draft.report().attaches == {}
+        _, tokens = said_by(
+            generator, with_cache(model, run, options={"draft_name": "draft"}, speculative_config=drafted)
+        )
+        assert tokens == expected
+        assert draft.report().attaches == {"granted": 1}
+
+
+def test_an_adapter_is_added_to_weights_that_stay_mapped(generator, checkpoint, tmp_path):
+    model, adapter = checkpoint(ONE), _lora(tmp_path / "adapter")
+    started(generator, of_vllm(model, enable_lora=True, max_lora_rank=8))
+    expected = said(generator), said(generator, adapter=adapter)
+    ended(generator)
+    assert expected[0] != expected[1]
+    with serving(model, tmp_path / "run"):
+        started(generator, with_cache(model, tmp_path / "run", enable_lora=True, max_lora_rank=8))
+        assert (said(generator), said(generator, adapter=adapter)) == expected
+        (worker,) = generator.ask(do="look")["workers"]
+        ended(generator)
+    assert worker["private_nbytes"] == 0
+    assert worker["mapped_nbytes"] == worker["report"]["nbytes_shared"]
+
+
+def _lora(directory):
+    """An adapter of rank 8 for the query projections, large enough to be heard."""
+    directory.mkdir()
+    parts = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        parts[f"{name}.lora_A.weight"] = torch.full((8, 256), 0.5, dtype=torch.bfloat16)
+        parts[f"{name}.lora_B.weight"] = torch.linspace(-2, 2, 256 * 8).view(256, 8).to(torch.bfloat16)
+    save_file(parts, directory / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+    return directory

@@ -83,14 +83,16 @@ class Server:
         seconds = time.monotonic() - began
         return {"workers": self._llm.collective_rpc("look"), "seconds": seconds}
 
-    def say(self, *, prompts: list[list[int]], max_tokens: int, **request: object) -> dict:
-        """Continue the prompts greedily."""
+    def say(self, *, prompts: list[list[int]], max_tokens: int, adapter: str | None = None) -> dict:
+        """Continue the prompts greedily, with the LoRA adapter in the directory ``adapter``, if there is one."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         wanted = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         began = time.monotonic()
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(given, wanted, use_tqdm=False, **request)
+        lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        outputs = self._llm.generate(given, wanted, use_tqdm=False, lora_request=lora)
         seconds = time.monotonic() - began
         return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
 
