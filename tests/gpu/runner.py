@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     head = _head(device, setting, time.monotonic() - started_s)
     print(f"\n{head}")
     if not setting.rehearsal:
-        with RESULTS.open("a") as results:
-            results.write(_report(head, outcomes))
+        before = RESULTS.read_text() if RESULTS.exists() else "# What was seen on GPUs\n"
+        RESULTS.write_text(before + _report(head, outcomes))
     return 1 if any(outcome.verdict == "FAIL" for outcome in outcomes) else 0
 
 
