@@ -97,7 +97,8 @@ class DeviceSegment:
         try:
             with self._context.current():
                 if self._nbytes:
-                    self._zeroing, self._zeroed = Stream(), Event()
+                    self._zeroing = Stream()
+                    self._zeroed = Event()
                     self._zeroing.zero(self._address, self._nbytes)
                     self._zeroed.record(self._zeroing)
         except BaseException as failure:
