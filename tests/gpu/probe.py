@@ -127,4 +127,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     role, *words = sys.argv[1:] or ["hold"]
-    sys.exit({"hold": main, "make": make, "read": read}[role](*(int(w) if w.isdecimal() else w for w in words)))
+    if role == "make":
+        make(int(words[0]))
+    sys.exit(read(int(words[0]), words[1]) if role == "read" else main())

@@ -33,8 +33,8 @@ def build(folder: Path) -> Path:
     """Both libraries in ``folder``, from warning-free C."""
     for library, sources in LIBRARIES.items():
         flags = ["-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library}"]
-        command = ["gcc", *flags, "-o", folder / library, *(SOURCES / source for source in sources), "-lpthread"]
-        subprocess.run(command, check=True)
+        paths = [str(SOURCES / source) for source in sources]
+        subprocess.run(["gcc", *flags, "-o", str(folder / library), *paths, "-lpthread"], check=True)
     return folder
 
 
@@ -128,13 +128,22 @@ class FakeCuda:
 
     def sweep(self) -> None:
         """Have dead holders' memory go now: whoever still reads it meets SIGBUS. Any allocation does the same."""
-        for path in (self.directory / "memory").iterdir():
-            if path.name.endswith("-legacy") and not _held(path):
-                os.truncate(path, 0)
-                path.unlink()
+        with self._locked():
+            for path in (self.directory / "memory").iterdir():
+                if path.name.endswith("-legacy") and not _held(path):
+                    os.truncate(path, 0)
+                    path.unlink()
 
-    def _live(self, folder: str) -> Iterator[Path]:
-        return (path for path in (self.directory / folder).iterdir() if _held(path))
+    def _live(self, folder: str) -> list[Path]:
+        with self._locked():
+            return [path for path in (self.directory / folder).iterdir() if _held(path)]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No process makes memory meanwhile: it would find the lock of what it makes taken, by whoever asks."""
+        with (self.directory / "lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
 def _held(path: Path) -> bool:

@@ -37,7 +37,7 @@ def test_a_descriptor_on_its_way_keeps_memory_whose_maker_was_killed(fake_cuda):
         with subprocess.Popen(
             command, env=fake_cuda.whole_environment, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]
         ) as maker:
-            socket.recv_fds(ours, 1, 0, socket.MSG_PEEK)
+            assert ours.recv(1, socket.MSG_PEEK) == b"x"  # the descriptor stays in the queue with it
             maker.kill()
         uuid = fake_cuda.devices[0].uuid
         assert fake_cuda.memory() == [LiveMemory(uuid, GRANULARITY, maker.pid, "vmm")]
@@ -62,8 +62,11 @@ with Context(find(None)) as context, context.current():
 def test_legacy_memory_is_its_holders_and_who_reads_it_afterwards_is_killed(fake_cuda):
     with legacy_holder(fake_cuda, 4096, 5) as (holder, handle):
         command = [sys.executable, "-c", READER, handle.hex()]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, env=fake_cuda.whole_environment, text=True, bufsize=1, **pipes) as reader:
+        environment = fake_cuda.whole_environment
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, text=True, bufsize=1, stdin=pipe, stdout=pipe) as reader:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
             print("read", file=reader.stdin)
             assert reader.stdout.readline() == "5\n"
             assert [(memory.pid, memory.kind) for memory in fake_cuda.memory()] == [(holder.pid, "legacy")]

@@ -16,7 +16,7 @@ from weightcached.protocol.memory.cuda import driver
 class Owned:
     """A thing of the driver's. A context manager; whoever uses what it stands for keeps a reference to it."""
 
-    _back: weakref.finalize[..., Self]
+    _back: weakref.finalize[..., Owned]
 
     def _owns(self, give_back: Callable[..., object], *arguments: object, **named: object) -> None:
         """From now on the thing is ours, and ``give_back(*arguments)`` is how it is given back."""
