@@ -82,9 +82,7 @@ ADAPTER = Adapter()
 """
 
 
-@pytest.mark.parametrize(
-    ("ends", "found"), [("os._exit(3)", "exit status 3"), ("raise KeyboardInterrupt", "SIGINT")]
-)
+@pytest.mark.parametrize(("ends", "found"), [("os._exit(3)", "exit status 3"), ("raise KeyboardInterrupt", "SIGINT")])
 def test_an_engine_that_ends_the_process_of_its_key_has_failed_and_is_named(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, found: str
 ) -> None:
