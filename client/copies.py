@@ -64,4 +64,4 @@ def _room(manifest: Manifest) -> torch.Tensor:
     import torch
 
     largest = max(manifest.geometry(name).nbytes for name in manifest.names)
-    return torch.empty(largest, dtype=torch.uint8)
+    return torch.empty(largest, dtype=torch.uint8, device="cpu")  # whatever the default is: engines build on meta

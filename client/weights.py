@@ -232,6 +232,6 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         if segment.nbytes:
             base = torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
         else:
-            base = torch.empty(0, dtype=torch.uint8)
+            base = torch.empty(0, dtype=torch.uint8, device="cpu")
         whole = base[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         return self._views.setdefault((number, dtype_name), (whole, dtype.itemsize))

@@ -83,6 +83,14 @@ def test_copies_come_in_the_order_of_the_memory_and_keep_their_strides(config: C
             assert seen == ["transposed", "tied", "later", "expanded", "hollow", "second segment"]
 
 
+@REUSE
+def test_copies_lie_in_host_memory_whatever_the_default_device_is(grant: HonestGrant, reuse_memory: bool) -> None:
+    with weights_of_grant(grant) as weights, torch.device("meta"):
+        for name, tensor in weights.copies(reuse_memory=reuse_memory):
+            assert tensor.device.type == "cpu"
+            assert tensor.equal(weights[name])
+
+
 def test_a_closed_set_makes_no_more_copies(grant: HonestGrant) -> None:
     weights = weights_of_grant(grant)
     rest = weights.copies()
