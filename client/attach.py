@@ -34,6 +34,7 @@ from weightcached.protocol.errors import CheckpointMismatch, InvalidOption
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.hub import resolve
+from weightcached.protocol.memory.chosen import CPU, chosen
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Grant
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory, sockets_near
@@ -86,6 +87,8 @@ def attach(
     dtype: str = "auto",
     quantization: str = "none",
     engine: EngineKey | None = None,
+    device: str = CPU,
+    memory: str | None = None,
     name: str = DEFAULT_NAME,
     runtime_dir: str | os.PathLike[str] | None = None,
     want: str = "checkpoint",
@@ -112,6 +115,10 @@ def attach(
     weights come from a daemon or not at all: where it is absent DaemonAbsent is raised in every mode, and the engine
     loads them by itself.
 
+    ``device``: ``cpu``, or the GPU that holds the weights and computes with them: ``cuda`` (the only one that this
+    process sees), ``cuda:INDEX`` or ``cuda:UUID`` (or the beginning of one). It is looked for by its UUID, which both
+    sides see whatever their CUDA_VISIBLE_DEVICES. ``memory`` is the daemon's memory kind, by default the device's own.
+
     ``want`` is ``checkpoint`` (exactly the content of ``model``), ``current`` (whatever the daemon has committed), or a
     version. ``digest`` states the content's digest and stands instead of files that cannot be seen.
 
@@ -134,7 +141,8 @@ def attach(
         {"tp": tp_rank, "pp": pp_rank, "ep": ep_rank},
         placement=expert_placement,
     )
-    place = Place(runtime_directory(runtime_dir), name, device_of(parallel))
+    home = chosen(device, memory)
+    place = Place(runtime_directory(runtime_dir), name, device_of(parallel, home.device))
     timeout_s = options.checked_seconds("timeout_s", timeout_s)
     wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
     terms = _Terms(
@@ -148,7 +156,14 @@ def attach(
     wanted = Wanted(
         model_dir,
         build_config(
-            model_dir, layout=layout, dtype=dtype, quantization=quantization, engine=engine, **parallel.model_dump()
+            model_dir,
+            layout=layout,
+            dtype=dtype,
+            quantization=quantization,
+            engine=engine,
+            memory=home.memory,
+            device=home.device,
+            **parallel.model_dump(),
         ),
         options.checked_want(want),
         options.checked_digest(digest, want),
@@ -218,7 +233,7 @@ def _granted(
 ) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
     where = terms.where
-    mapped = import_grant(grant, fds, fingerprint=wanted.config.fingerprint, where=where)
+    mapped = import_grant(grant, fds, config=wanted.config, where=where)
     lease: Lease | None = None
     try:
         wanted.require_granted(grant, where)

@@ -27,7 +27,7 @@ def copies(weights: WeightSet, *, reuse_memory: bool) -> Iterator[tuple[str, tor
             del own  # before there is another: one copy is alive at a time, and those that the consumer keeps
             flat = _extent(source)
             if reuse_memory:
-                room = _room(weights.manifest) if room is None else room
+                room = _room(weights.manifest, source) if room is None else room
                 own = room[: flat.nbytes].view(flat.dtype)
                 own.copy_(flat)
             else:
@@ -60,8 +60,9 @@ def _extent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((last + 1,), (1,))
 
 
-def _room(manifest: Manifest) -> torch.Tensor:
+def _room(manifest: Manifest, like: torch.Tensor) -> torch.Tensor:
+    """Bytes for the largest of all, on the device that ``like`` is on."""
     import torch
 
     largest = max(manifest.geometry(name).nbytes for name in manifest.names)
-    return torch.empty(largest, dtype=torch.uint8, device="cpu")  # whatever the default is: engines build on meta
+    return torch.empty(largest, dtype=torch.uint8, device=like.device)

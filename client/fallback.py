@@ -22,8 +22,7 @@ from weightcached.protocol.digests import digest_of
 from weightcached.protocol.errors import CheckpointMismatch
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import Manifest
-from weightcached.protocol.memory import host
-from weightcached.protocol.memory.admission import admit
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import Loading
 
 logger = logging.getLogger("weightcached.client")
@@ -45,6 +44,7 @@ def load_from_disk(
     know; nothing stays open, mapped or allocated then.
     """
     from weightcached.loader.checkpoint import open_checkpoint
+    from weightcached.loader.filling import to_be_filled
     from weightcached.loader.pipeline import encode, load, prepare
 
     started_s = time.monotonic()
@@ -53,11 +53,13 @@ def load_from_disk(
             _require_digest(model_dir, digest, checkpoint.receipts, cache_dir=cache_dir, also_trusted=also_trusted)
         prepared = prepare(checkpoint, config)
         nbytes = prepared.placement.segment_nbytes
-        admit(nbytes)
-        with OwnedFds([host.allocate(nbytes, name="weightcached:disk")]) as memory:
+        kind = kind_of(config)
+        kind.admit(nbytes)
+        with OwnedFds([kind.allocate(nbytes, name="weightcached:disk")]) as memory:
             report = _reporting(progress)
-            loaded = load(checkpoint, prepared, memory[0], also_trusted=also_trusted, progress=report)
-            host.seal(memory[0])
+            with to_be_filled(memory[0], kind, nbytes=nbytes) as target:
+                loaded = load(checkpoint, prepared, target, also_trusted=also_trusted, progress=report)
+            kind.seal(memory[0])
             rankless, receipts = config.rankless_fingerprint, checkpoint.receipts.sha256
             version = version_of(rankless, digest=digest, receipts=receipts)
             receipts_version = version_of(rankless, digest=None, receipts=receipts)
@@ -69,7 +71,7 @@ def load_from_disk(
                 receipts_version=receipts_version,
                 digest=digest,
             )
-            segments = map_segments([memory[0]], [nbytes])
+            segments = map_segments([memory[0]], [nbytes], kind)
     logger.info("loaded %.3f GB from %s in %.2f s", nbytes / 1e9, model_dir, time.monotonic() - started_s)
     return WeightSet(
         Manifest.decode(manifest),

@@ -10,19 +10,21 @@ import hashlib
 import os
 from dataclasses import dataclass
 
+from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import MemoryKind, SegmentMapping, kind_of
 from weightcached.protocol.messages import Grant
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A generation in this process: its manifest, and each segment mapped privately. No descriptor is left of it."""
+    """A generation in this process: its manifest, and each segment mapped. No descriptor is left of it."""
 
     manifest: Manifest
-    segments: tuple[host.Mapping, ...]
+    segments: tuple[SegmentMapping, ...]
 
     def close(self) -> None:
         """Unmap now. Only for failing paths, before any tensor was made."""
@@ -30,7 +32,7 @@ class Mapped:
             segment.close()
 
 
-def import_grant(grant: Grant, fds: OwnedFds, *, fingerprint: str, where: str) -> Mapped:
+def import_grant(grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Mapped:
     """Map what ``grant`` announces. ``fds`` are all closed afterwards; the caller owns the mappings.
 
     Raises TransferError for anything that is not exactly as announced, and then leaves nothing mapped.
@@ -45,19 +47,20 @@ def import_grant(grant: Grant, fds: OwnedFds, *, fingerprint: str, where: str) -
                 where=where,
             )
         manifest = Manifest.decode(_manifest_bytes(grant, fds[0], where))
-        _require_same_generation(manifest, grant, fingerprint, where)
+        _require_same_generation(manifest, grant, config, where)
+        kind = kind_of(config)
         sizes = [segment.nbytes for segment in grant.segments]
         for number, nbytes in enumerate(sizes):
-            host.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
-        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes))
+            kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
+        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
 
 
-def map_segments(fds: list[int], sizes: list[int]) -> tuple[host.Mapping, ...]:
-    """Map each segment privately; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
-    segments: list[host.Mapping] = []
+def map_segments(fds: list[int], sizes: list[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
+    """Map each segment for an engine; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
+    segments: list[SegmentMapping] = []
     try:
         for fd, nbytes in zip(fds, sizes, strict=True):
-            segments.append(host.map_private(fd, nbytes=nbytes))
+            segments.append(kind.map_private(fd, nbytes=nbytes))
     except BaseException:
         for segment in segments:
             segment.close()
@@ -81,13 +84,14 @@ def _manifest_bytes(grant: Grant, fd: int, where: str) -> bytes:
     return data
 
 
-def _require_same_generation(manifest: Manifest, grant: Grant, fingerprint: str, where: str) -> None:
+def _require_same_generation(manifest: Manifest, grant: Grant, config: CacheConfig, where: str) -> None:
     meta = manifest.meta
     sizes = tuple(segment.nbytes for segment in grant.segments)
     claims = {
         "generation": (grant.generation, meta.generation),
         "receipts version": (grant.receipts_version, meta.receipts_version),
-        "config fingerprint": (fingerprint, meta.fingerprint),
+        "config fingerprint": (config.fingerprint, meta.fingerprint),
+        "memory kind": ((config.memory,) * len(sizes), tuple(segment.memory for segment in grant.segments)),
         "segment sizes": (sizes, meta.segments_nbytes),
     }
     for what, (expected, found) in claims.items():

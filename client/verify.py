@@ -69,7 +69,7 @@ def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
         return Finding(name, "extra", f"no file has {what}")
     except Unfit as why_not:
         return Finding(name, "differs", f"what the files have makes no such parameter: {why_not}")
-    why = _difference(expected, weights[name])
+    why = _difference(expected, weights[name].cpu())
     return Finding(name, "equal") if why is None else Finding(name, "differs", why)
 
 

@@ -27,14 +27,17 @@ from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
-from weightcached.protocol.ranks import rank_word
+from weightcached.protocol.ranks import every_rank, rank_word, ranks_of
 from weightcached.protocol.shard_options import (
+    add_device_arguments,
     add_engine_argument,
     add_rank_filters,
     add_shard_arguments,
+    device_of_rank,
     parse_with_engine,
     shard_with_key,
     shards_of,
+    sizes,
 )
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
@@ -99,14 +102,22 @@ def verify(given: argparse.Namespace) -> list[Verified]:
     """Every rank that is meant. Raises InvalidOption, the errors of an attach, or an error of the checkpoint."""
     shards = shards_of(given)
     model_dir = resolve(given.model)
-    return [_verified(model_dir, given, shard_with_key(given, shard, model_dir)) for shard in shards]
+    ranks = [ranks_of(one) for one in every_rank(sizes(given), placement=given.expert_placement)]
+    verified = []
+    for shard in shards:
+        number = ranks.index({name: shard[name] for name in ranks[0]})
+        device = device_of_rank(given.device, number, len(ranks))
+        verified.append(_verified(model_dir, given, shard_with_key(given, shard, model_dir), device))
+    return verified
 
 
-def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any]) -> Verified:
+def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any], device: str) -> Verified:
     allowed, config = allow_list(given), build_config(model_dir, **shard)
     with attach(
         model_dir,
         **shard,
+        device=device,
+        memory=given.memory,
         mode="require",
         want="current",
         name=given.name or DEFAULT_NAME,
@@ -179,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a hub id")
     add_shard_arguments(parser)
+    add_device_arguments(parser)
     add_engine_argument(parser)
     add_rank_filters(parser)
     parser.add_argument("--against-disk", action="store_true", help="compare with MODEL's files too; reads all of them")

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightcached.client.arrays import array_of
 from weightcached.client.copies import copies
 from weightcached.client.lease import Lease
+from weightcached.client.segments import on_device, on_host, tensor_of
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import SegmentMapping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,15 +31,17 @@ if TYPE_CHECKING:
 class WeightSet(Mapping[str, "torch.Tensor"]):
     """Names → tensors of one generation. Asking twice gives the same object; tied names give the same object.
 
-    The tensors lie in private copy-on-write memory: writing to one changes this process's pages only, and never what
-    others see. They stay valid for as long as they are referred to, also after :meth:`close` and after the daemon is
-    gone. Without :meth:`close` the lease lives as long as the process, whether or not the set is still referred to.
+    In host memory the tensors are private and copy-on-write: writing to one changes this process's pages only, and
+    never what others see. On a GPU they are mapped read-only, and whoever writes to one loses its context: copy what
+    has to be written (``bind`` does, for buffers). They stay valid for as long as they are referred to, also after
+    :meth:`close` and after the daemon is gone. Without :meth:`close` the lease lives as long as the process, whether or
+    not the set is still referred to.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        segments: tuple[host.Mapping, ...],
+        segments: tuple[SegmentMapping, ...],
         *,
         source: Literal["daemon", "disk"],
         version: str,
@@ -53,7 +56,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """What stood in for ``version`` before the content digest was known: a second thing to compare on one host."""
         self.lease = lease
         """The lease at the daemon; None for weights from disk."""
-        self._segments: tuple[host.Mapping, ...] | None = segments
+        self._segments: tuple[SegmentMapping, ...] | None = segments
+        self._resident_nbytes = sum(segment.resident_nbytes for segment in segments)
         self._views: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -81,7 +85,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     @property
     def resident_bytes(self) -> int:
         """Bytes of all segments: what an engine has to count as taken when it sizes its caches."""
-        return sum(self.meta.segments_nbytes)
+        return self._resident_nbytes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
@@ -121,7 +125,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         unsigned integers of the same size. KeyError for an unknown name, ValueError after :meth:`close`.
         """
         geometry = self.manifest.geometry(name)
-        return array_of(self._open()[geometry.segment], geometry, bits=bits, name=name)
+        return array_of(on_host(self._open()[geometry.segment]), geometry, bits=bits, name=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.names)
@@ -140,11 +144,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
         (several GB/s). What this process wrote to its private pages shows here.
         """
-        return differing_rows(self.manifest, self.memory())
+        return differing_rows(self.manifest, [segment.view() for segment in self._open()])
 
     def memory(self) -> list[memoryview]:
         """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
-        return [segment.view().toreadonly() for segment in self._open()]
+        return [on_host(segment).view().toreadonly() for segment in self._open()]
 
     def populate(self) -> None:
         """Put every page into this process's page table now, so that it counts as resident, and no first use waits for
@@ -170,6 +174,24 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         for segment in self._open():
             segment.revert()
 
+    def unmap(self) -> None:
+        """Put weights that are on a GPU to sleep: their addresses stay this process's, and nothing is mapped there.
+
+        Tensors, and graphs that were captured with them, are valid again after :meth:`remap`; whoever uses them before
+        loses its context. All work with them must have ended (``torch.cuda.synchronize()``). The memory stays, by this
+        process's doing too. UnsupportedModel for weights in host memory, which has nothing to gain; ValueError after
+        :meth:`close`.
+        """
+        for segment in map(on_device, self._open()):
+            segment.unmap()
+
+    def remap(self) -> None:
+        """Wake: the same weights at the same addresses. Raises as :meth:`unmap`, and DeviceFailed where the driver
+        refuses; trying again is safe.
+        """
+        for segment in map(on_device, self._open()):
+            segment.remap()
+
     def close(self) -> None:
         """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""
         if self.lease is not None:
@@ -186,7 +208,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     ) -> None:
         self.close()
 
-    def _open(self) -> tuple[host.Mapping, ...]:
+    def _open(self) -> tuple[SegmentMapping, ...]:
         segments = self._segments
         if segments is None:
             raise ValueError("the weight set was closed: attach again")
@@ -229,9 +251,5 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 found=f"torch {torch.__version__}",
                 next_step="install a newer torch",
             )
-        if segment.nbytes:
-            base = torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
-        else:
-            base = torch.empty(0, dtype=torch.uint8, device="cpu")
-        whole = base[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = tensor_of(segment)[: segment.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         return self._views.setdefault((number, dtype_name), (whole, dtype.itemsize))

@@ -41,6 +41,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 
 HUB_MODULE = "weightcached.protocol.hub"
 VERIFY_MODULE = "weightcached.loader.verify"
@@ -311,6 +312,8 @@ class Acquiring:
                 dtype=options.dtype,
                 quantization=options.quantization,
                 engine=engine,
+                memory=options.memory,
+                device=options.device,
                 **options.parallel.model_dump(),
             )
         )
@@ -328,7 +331,7 @@ async def _verify(whole: Whole) -> None:
     with OwnedFds() as fds:
         fds.append(host.export(parts.manifest))
         for number in sorted(parts.segments):
-            fds.append(host.export(parts.segments[number]))
+            fds.append(kind_of(whole.config).export(parts.segments[number]))
         passed = [fds[position] for position in range(len(fds))]
         arguments = ["--manifest", str(passed[0]), *(f"--segment={fd}" for fd in passed[1:]), *parent_arguments()]
         child = await Child.start("verify", VERIFY_MODULE, arguments, pass_fds=passed, answers=True)

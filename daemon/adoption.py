@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
 from weightcached.daemon.generation import CheckpointReceipts, Evidence, Generation, Origin, sha256_of
 from weightcached.daemon.holdings import Parts
 from weightcached.daemon.options import ServeOptions
+from weightcached.daemon.patience import in_thread
 from weightcached.daemon.state_record import GenerationRecord
 from weightcached.protocol.config import (
     LAYOUT_REVISIONS,
@@ -26,6 +28,7 @@ from weightcached.protocol.errors import ConfigurationError, TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.quantization import Quantization
 
@@ -115,13 +118,15 @@ async def examine(generation_id: str, parts: Parts, record: GenerationRecord | N
         raise _torn("the manifest is another generation's", expected=generation_id, found=meta.generation)
     if sorted(parts.segments) != list(range(len(meta.segments_nbytes))):
         raise _torn("not all segments came", expected=len(meta.segments_nbytes), found=sorted(parts.segments))
+    config = _config(meta)
     for number, size in enumerate(meta.segments_nbytes):
-        host.verify(parts.segments[number], nbytes=size, what=f"segment {number}")
+        verify = partial(kind_of(config).verify, parts.segments[number], nbytes=size, what=f"segment {number}")
+        await in_thread(verify)
     return Whole(
         id=generation_id,
         parts=parts,
         meta=meta,
-        config=_config(meta),
+        config=config,
         record=record,
         manifest_nbytes=nbytes,
         manifest_sha256=sha256,
@@ -181,5 +186,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
             "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
+            "memory": options.memory,
+            "device": options.device,
         }
     )

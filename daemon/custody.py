@@ -81,6 +81,9 @@ class Custody:
     def _count_start(self) -> None:
         record = self._state.record
         came = self.holdings.generations
+        for one in record.generations:
+            if one.id in came:
+                came[one.id].recorded_nbytes = one.resident_nbytes
         quarantined = [id_ for id_ in record.quarantined if id_ in came]
         fresh = [id_ for id_ in came if id_ not in quarantined]
         attempts = record.adoption_attempts

@@ -18,6 +18,7 @@ from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
 
 _HASH_PIECE_BYTES = 256 * 1024
@@ -87,7 +88,7 @@ class Generation:
     id: str
     config: CacheConfig
     memory: OwnedFds
-    """The manifest, then each segment: all sealed."""
+    """The manifest, then each segment: all published, so that nobody writes there."""
     manifest_nbytes: int
     manifest_sha256: str
     segments_nbytes: tuple[int, ...]
@@ -104,6 +105,11 @@ class Generation:
     seconds: dict[str, float]
     engine_inputs: str | None = None
     """What the key of the engine that made the layout was computed from, as one hash."""
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Of its segments."""
+        return kind_of(self.config)
 
     @property
     def version(self) -> str:
@@ -134,7 +140,7 @@ class Generation:
             nonce=nonce,
             manifest_sha256=self.manifest_sha256,
             manifest_nbytes=self.manifest_nbytes,
-            segments=tuple(SegmentInfo(memory="host", nbytes=nbytes) for nbytes in self.segments_nbytes),
+            segments=tuple(SegmentInfo(memory=self.config.memory, nbytes=nbytes) for nbytes in self.segments_nbytes),
             resident_nbytes=self.resident_nbytes,
             accounting=self.accounting,
             digest=self.digest,
@@ -145,8 +151,9 @@ class Generation:
         """Read-only descriptors of the manifest and each segment, made for one client: nothing (not even a file offset)
         is shared with another's. The caller closes them once they are sent."""
         with OwnedFds() as made:
-            for position in range(len(self.memory)):
-                made.append(host.export(self.memory[position]))
+            made.append(host.export(self.memory[0]))
+            for position in range(1, len(self.memory)):
+                made.append(self.kind.export(self.memory[position]))
             return OwnedFds(made.take_all())
 
 

@@ -3,7 +3,7 @@
 Owns recognising descriptors (systemd keeps no order, may rename, and may lack some) and naming what is put into a
 vault. Looks at descriptors without reading what is in them; whether a generation can be adopted is ``adoption.py``'s
 question. A memfd's own name says which part of which generation it is (``protocol/memory/names.py``); the name in the
-vault is a hint where that fails.
+vault is a hint where that fails, and all there is to go by for memory of a device.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Parts:
     """What came twice under different faces."""
     names: set[str] = field(default_factory=set)
     """Theirs in the vault."""
+    recorded_nbytes: int = 0
+    """What the state says that its segments take: descriptors of a device's memory do not tell."""
     problem: str | None = None
     """Why it cannot be adopted, where that shows already."""
 
@@ -54,8 +56,8 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these descriptors hold."""
-        return sum(os.fstat(fd).st_size for fd in self.fds)
+        """Bytes that these descriptors hold, as far as is known."""
+        return max(self.recorded_nbytes, sum(os.fstat(fd).st_size for fd in self.fds))
 
 
 @dataclass
@@ -72,17 +74,19 @@ class Holdings:
     def of(cls, handed: HandedOver) -> Holdings:
         """Sort; takes ``handed.fds`` over. Raises nothing, whatever was handed over."""
         holdings = cls(_owned=set(fds := handed.fds.take_all()))
-        for name, fd in zip(handed.names, fds, strict=True):
-            holdings._sort(name, fd)
+        nameless = [(name, fd) for name, fd in zip(handed.names, fds, strict=True) if not holdings._sort(name, fd)]
+        for name, fd in nameless:  # last: what is known only by a hint takes nobody's place
+            holdings._sort_by_hint(name, fd)
         return holdings
 
-    def _sort(self, name: str, fd: int) -> None:
+    def _sort(self, name: str, fd: int) -> bool:
+        """Whether it could be told what it is."""
         kind = stat.S_IFMT(os.fstat(fd).st_mode)
         memfd_name = names.name_of(fd) if kind == stat.S_IFREG else None
         if kind == stat.S_IFSOCK and _listens(fd):
             self.listeners.append((name, fd))
         elif memfd_name is None:
-            self.strangers.append((name, fd))
+            return False
         elif memfd_name == STATE_MEMFD_NAME:
             self.states.append((name, fd))
         elif (part := names.part_of(memfd_name) or _hint(name)) is None:
@@ -90,6 +94,16 @@ class Holdings:
         else:
             generation, number = part
             self._add(self.generations.setdefault(generation, Parts()), name, number, fd)
+        return True
+
+    def _sort_by_hint(self, name: str, fd: int) -> None:
+        """Perhaps a device's memory, which has no name of its own: a segment that has not come otherwise."""
+        part = _hint(name)
+        parts = self.generations.get(part[0]) if part is not None else None
+        if part is None or part[1] is None or parts is None or parts.manifest is None or part[1] in parts.segments:
+            self.strangers.append((name, fd))
+        else:
+            self._add(parts, name, part[1], fd)
 
     def _add(self, parts: Parts, name: str, number: int | None, fd: int) -> None:
         parts.names.add(name)

@@ -17,10 +17,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
+from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
 from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
@@ -38,7 +40,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host, names
-from weightcached.protocol.memory.admission import admit
+from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -107,7 +109,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 
 
 async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
-    generation_id = secrets.token_hex(16)
+    generation_id, kind = secrets.token_hex(16), kind_of(request.config)
     progress.update("start worker")
     async with _started_worker() as worker:
         await worker.send(
@@ -126,7 +128,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise _out_of_turn(planned, expected="Planned")
-        room = admit(sum(planned.segments_nbytes))
+        room = await in_thread(partial(kind.admit, sum(planned.segments_nbytes)))
         log.info(
             "planned",
             extra={
@@ -141,7 +143,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         receipts, digest = _content(planned, request)
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
-                memory.append(host.allocate(nbytes, name=names.segment_name(generation_id, number)))
+                name = names.segment_name(generation_id, number)
+                await in_thread(partial(_allocate, memory, kind, nbytes, name))
             rankless = request.config.rankless_fingerprint
             # Where no file was seen, ranks have the digest to compare from the start.
             stands_in = None if receipts.known else digest
@@ -160,7 +163,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     raise _out_of_turn(done, expected="Done")
                 _check_manifest(done, manifest)
                 progress.update("seal")
-                await worker.seal(memory)
+                await worker.seal(memory, kind)
                 sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
                 # The worker has said all it had to say: the block's end ends it, and nobody waits for its exit.
                 return Generation(
@@ -170,7 +173,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     manifest_nbytes=done.manifest_nbytes,
                     manifest_sha256=sha256,
                     segments_nbytes=planned.segments_nbytes,
-                    resident_nbytes=done.resident_nbytes,
+                    resident_nbytes=sum(map(kind.resident_nbytes, planned.segments_nbytes)),
                     bytes_read=done.bytes_read,
                     bytes_kept=done.bytes_kept,
                     accounting=planned.accounting,
@@ -182,6 +185,11 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     seconds=done.seconds,
                     engine_inputs=request.engine_inputs,
                 )
+
+
+def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
+    """Into ``memory`` at once: whoever asked may have been told to stop, and would drop what is only returned."""
+    memory.append(kind.allocate(nbytes, name=name))
 
 
 def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
@@ -286,15 +294,15 @@ class _Worker:
         )
         return TransientFailure(cause) if code else cause
 
-    async def seal(self, memory: OwnedFds) -> None:
+    async def seal(self, memory: OwnedFds, kind: MemoryKind) -> None:
         """Seal every segment. Where a writable mapping is still alive, wait for the worker's exit first."""
         try:
-            _seal(memory)
+            _seal(memory, kind)
         except BlockingIOError:
             log.warning("a segment is still mapped after Done: sealing when the worker has ended")
             await self.finish()
             try:
-                _seal(memory)
+                _seal(memory, kind)
             except BlockingIOError as error:
                 raise TransferError(
                     "a segment cannot be sealed: somebody can still write to it",
@@ -314,9 +322,9 @@ class _Worker:
             log.warning("the worker had done its work, but ended badly", extra={"exit": describe_exit(code)})
 
 
-def _seal(memory: OwnedFds) -> None:
+def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
     for position in range(len(memory)):
-        host.seal(memory[position])
+        kind.seal(memory[position])
 
 
 @asynccontextmanager

@@ -16,11 +16,18 @@ from weightcached.protocol.command_line import Parser, positive_seconds, whole_n
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
+from weightcached.protocol.memory.chosen import Memory, chosen
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, device_of, rank_of
-from weightcached.protocol.shard_options import add_engine_argument, add_shard_arguments, parse_with_engine, sizes
+from weightcached.protocol.shard_options import (
+    add_device_arguments,
+    add_engine_argument,
+    add_shard_arguments,
+    parse_with_engine,
+    sizes,
+)
 from weightcached.protocol.worker_messages import LoadStrategy
 
 
@@ -37,6 +44,8 @@ class ServeOptions:
     engine_arguments: tuple[str, ...]
     dtype: str
     quantization: str
+    memory: Memory
+    device: str
     place: Place
     allowed: AllowList
     cache_dir: Path | None
@@ -63,7 +72,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
     add_shard_arguments(group)
     add_engine_argument(group)
-    group.add_argument("--device", choices=("cpu",), default="cpu", help="where the weights live (default: cpu)")
+    add_device_arguments(group)
     group.add_argument(
         "--snapshot",
         metavar="DIR",
@@ -160,11 +169,12 @@ def parse_serve(argv: list[str]) -> ServeOptions:
 
 
 def serve_options(given: argparse.Namespace) -> ServeOptions:
-    """Validate parsed arguments. Raises InvalidOption or InvalidPlace."""
+    """Validate parsed arguments. Raises InvalidOption or InvalidPlace, and DeviceAbsent for a GPU that is not seen."""
     if not given.model:
         raise InvalidOption("--model is empty", expected="a checkpoint directory, or a hub id", found="no text")
     ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
     parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
+    home = chosen(given.device, given.memory)
     return ServeOptions(
         model=given.model,
         parallel=parallel,
@@ -173,10 +183,12 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         engine_arguments=given.engine_arguments,
         dtype=given.dtype,
         quantization=given.quantization,
+        memory=home.memory,
+        device=home.device,
         place=Place(
             runtime_directory(given.runtime_dir),
             given.name or DEFAULT_NAME,
-            device_of(parallel),
+            device_of(parallel, home.device),
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,

@@ -36,7 +36,7 @@ def report(record: Record) -> Report:
         tp_size=options.parallel.tp_size,
         dtype=options.dtype,
         quantization=options.quantization,
-        memory="host",
+        memory=record.options.memory,
         state=record.state.value,
         stage=progress.stage,
         bytes_done=progress.bytes_done,

@@ -22,11 +22,12 @@ from weightcached.daemon.address import Address
 from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import Parallel
-from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
+from weightcached.protocol.places import Place
 from weightcached.protocol.processes import python_command
 from weightcached.protocol.ranks import every_rank, ranks_of
-from weightcached.protocol.shard_options import parse_with_engine, sizes
+from weightcached.protocol.shard_options import device_of_rank, parse_with_engine, sizes
 
 _LINE_MAX_BYTES = 1024 * 1024
 
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
         description="Serve all ranks of a model on this host, in the foreground, until SIGTERM or Ctrl-C. Each is\n"
         "supervised: one that dies is started again, with its weights. Takes the options of `weightcached serve`, but\n"
         "the ranks. They are numbered: stage by stage, and in each the tensor-parallel or expert-parallel ranks.\n"
+        "With --device cuda rank N has the visible GPU with index N.\n"
         "Rank N serves metrics at the port of --metrics-address plus N.",
         epilog="exit codes: 0 all ranks stopped by a signal to this command; 1 a rank ended otherwise (by\n"
         "`release`, too) or badly, which stops the others; 64 bad options",
@@ -57,6 +59,7 @@ def main(argv: list[str]) -> int:
             argv[: argv.index("--")] if "--" in argv else argv,
             engine_arguments=given.engine_arguments,
             parallels=parallels,
+            device=given.device,
             metrics=metrics_address(given),
             log_format=given.log_format,
             log_level=given.log_level,
@@ -66,10 +69,19 @@ def main(argv: list[str]) -> int:
 
 def check(given: argparse.Namespace, parallels: Sequence[Parallel]) -> None:
     """Whether every rank's options can be used: found out once, here, and not once per rank."""
+    places: dict[Place, int] = {}
     for rank, parallel in enumerate(parallels):
-        options = serve_options(argparse.Namespace(**vars(given), **ranks_of(parallel), parent_pid=None))
+        stated = {**vars(given), **ranks_of(parallel), "device": device_of_rank(given.device, rank, len(parallels))}
+        options = serve_options(argparse.Namespace(**stated, parent_pid=None))
         if options.metrics_address is not None:
             options.metrics_address.shifted(rank)
+        if (other := places.setdefault(options.place, rank)) != rank:
+            raise InvalidOption(
+                f"ranks {other} and {rank} would be at one place",
+                expected="a GPU for each rank",
+                found=options.place,
+                next_step="say --device cuda: rank N then takes the GPU with index N",
+            )
 
 
 class Ranks:
@@ -81,6 +93,7 @@ class Ranks:
         *,
         engine_arguments: Sequence[str],
         parallels: Sequence[Parallel],
+        device: str,
         metrics: Address | None,
         log_format: str,
         log_level: str,
@@ -89,6 +102,7 @@ class Ranks:
         self._engine_arguments = ("--", *engine_arguments) if engine_arguments else ()
         self._log_arguments = ("--log-format", log_format, "--log-level", log_level)
         self._parallels = parallels
+        self._device = device
         self._metrics = metrics
         self._prefix = log_format == "text"
         self._processes: dict[int, Process] = {}
@@ -114,10 +128,11 @@ class Ranks:
             for name, number in ranks_of(self._parallels[rank]).items()
             for word in (f"--{name.replace('_', '-')}", str(number))
         ]
+        device = ("--device", device_of_rank(self._device, rank, len(self._parallels)))
         # A session of its own: Ctrl-C on the terminal must reach a rank once, through us.
         return await asyncio.create_subprocess_exec(
             *python_command("weightcached.daemon", "supervise", "--parent-pid", str(os.getpid()), *self._log_arguments),
-            *("--", "serve", *self._arguments, *metrics, *ranks, *self._engine_arguments),
+            *("--", "serve", *self._arguments, *metrics, *ranks, *device, *self._engine_arguments),
             stdin=DEVNULL,
             stdout=DEVNULL,
             stderr=PIPE,

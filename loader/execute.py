@@ -1,8 +1,8 @@
 """Execution: carries out a load plan. Threads take slabs in order, read, transform, write and digest them.
 
-Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment's, leaves nothing mapped, and
-writes only inside the places it is given; what a failed execution has written is of no use. Whether files changed
-meanwhile is the pipeline's question.
+Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment, leaves nothing mapped, and
+writes only inside the places it is given; what a failed execution has written is of no use. How bytes get into the
+segment is the destination's, whether files changed meanwhile is the pipeline's question.
 
 A thread takes a run of slabs at a time: long enough that a disk sees a few streams, short enough that threads end
 together. A digest over a parameter's bytes is made slab after slab, while each is still in a cache. Where a parameter
@@ -12,12 +12,10 @@ others have left behind it, too.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import math
 import mmap
-import os
 import threading
 import time
 from collections import deque
@@ -27,6 +25,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from weightcached.loader.access import accessing, look
+from weightcached.loader.destination import Destination, HostSegment, Port, Room, Target
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
@@ -37,7 +36,6 @@ from weightcached.loader.strategy import Strategy, choose
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.admission import rooms
-from weightcached.protocol.memory.large_pages import LargePages
 from weightcached.protocol.worker_messages import LoadStrategy
 
 log = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ class Executed:
 def execute(
     placement: Placement,
     files: Mapping[str, int],
-    segment: int,
+    segment: Target,
     *,
     strategy: LoadStrategy = "auto",
     threads: int | None = None,
@@ -81,23 +79,29 @@ def execute(
     progress: Progress | None = None,
     expendable: bool = False,
 ) -> Executed:
-    """Fill every parameter of ``placement`` in ``segment``, a writable descriptor, from ``files`` (name → descriptor).
+    """Fill every parameter of ``placement`` in ``segment`` from ``files`` (name → descriptor).
+
+    ``segment``: a writable descriptor of host memory, or a destination that nobody has entered, which is left here.
 
     ``expendable``: a file that becomes shorter meanwhile may kill this process; where ranges are strided, it is faster.
     ``threads``, ``slab_nbytes``: by default, as the strategy needs them. Padding is written as zeros, whatever was
     there. Blocks until all is written; on failure until every thread has stopped. Raises TruncatedFile or
     CheckpointError (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files
-    cannot be read as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` raises.
+    cannot be read as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` and the
+    destination raise.
     """
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
-    chosen = choose(parameters, look(files), free_nbytes=free_nbytes, asked=strategy)
-    log.info("load strategy: %s", chosen.reason)
-    pages = LargePages(segment, nbytes=placement.segment_nbytes)
-    with accessing(files, chosen, mapped=expendable) as access, pages:
-        team = _Team(placement, Reader(access), segment, pages, slab_nbytes or chosen.slab_nbytes, chosen, progress)
-        team.run(threads or chosen.threads)
-    log.info("large pages: %s", pages)
+    destination = HostSegment(segment, nbytes=placement.segment_nbytes) if isinstance(segment, int) else segment
+    with destination:
+        chosen = choose(
+            parameters, look(files), free_nbytes=free_nbytes, asked=strategy, resident_on_host=destination.on_host
+        )
+        log.info("load strategy: %s", chosen.reason)
+        with accessing(files, chosen, mapped=expendable) as access:
+            team = _Team(placement, Reader(access), destination, slab_nbytes or chosen.slab_nbytes, chosen, progress)
+            team.run(threads or chosen.threads)
+    log.info("%s", destination)
     return team.executed()
 
 
@@ -120,16 +124,14 @@ class _Team:
         self,
         placement: Placement,
         reader: Reader,
-        segment: int,
-        pages: LargePages,
+        destination: Destination,
         slab_nbytes: int,
         strategy: Strategy,
         progress: Progress | None,
     ) -> None:
         self._placed: dict[str, Placed] = {placed.parameter.name: placed for placed in placement.placed}
         self._reader = reader
-        self._segment = segment
-        self._pages = pages
+        self._destination = destination
         self._slab_nbytes = slab_nbytes
         self._ahead_nbytes = strategy.ahead_nbytes
         self._run_nbytes = strategy.run_nbytes
@@ -167,6 +169,7 @@ class _Team:
             raise
         if self._failure is not None:
             raise self._failure
+        self._destination.finish()
 
     def executed(self) -> Executed:
         digests = {}
@@ -176,41 +179,42 @@ class _Team:
 
     def _work(self) -> None:
         buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
-        transforms = Transforms(self._lend)
         try:
-            while run := self._claim():
-                self._reader.begin(run[0])
-                self._pages.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
-                for slab in run:
-                    if self._failure is not None:
-                        return
-                    if slab.step != "all":
-                        self._process_held(slab, transforms)
-                        continue
-                    if (place := self._place(slab)) is not None:
-                        self._process(slab, place, transforms, in_place=True)
-                        continue
-                    if len(buffer) < slab.source_nbytes:
-                        buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
-                    self._process(slab, buffer[: slab.source_nbytes], transforms, in_place=False)
+            with self._destination.port(self._slab_nbytes) as port:
+                self._work_through(port, buffer)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
-    def _place(self, slab: Slab) -> memoryview | None:
-        """Where the slab belongs, if it can be read right there: it stays as it is, and its pages are there already."""
-        parameter = slab.parameter
-        if parameter.transform is not None:
+    def _work_through(self, port: Port, buffer: memoryview) -> None:
+        transforms = Transforms(lambda name, offset, nbytes: port.lend(self._placed[name].offset + offset, nbytes))
+        while run := self._claim():
+            self._reader.begin(run[0])
+            self._destination.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
+            for slab in run:
+                if self._failure is not None:
+                    return
+                if slab.step != "all":
+                    self._process_held(slab, port, transforms)
+                    continue
+                if (room := self._room(slab, port)) is not None:
+                    self._count(slab, self._reader.fill(slab, room.memory))
+                    offset = slab.first * itemsize_bytes(slab.parameter.dtype)
+                    self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
+                    continue
+                if len(buffer) < slab.source_nbytes:
+                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                source = buffer[: slab.source_nbytes]
+                self._count(slab, self._reader.fill(slab, source))
+                self._finish(slab, transforms.outputs(slab, source), port)
+
+    def _room(self, slab: Slab, port: Port) -> Room | None:
+        """Where the slab can be read to: room for what stays as it is, if the destination has any."""
+        if slab.parameter.transform is not None:
             return None
-        return self._lend(parameter.name, slab.first * itemsize_bytes(parameter.dtype), slab.source_nbytes)
+        offset = slab.first * itemsize_bytes(slab.parameter.dtype)
+        return port.lend(self._placed[slab.parameter.name].offset + offset, slab.source_nbytes)
 
-    def _lend(self, name: str, offset: int, nbytes: int) -> memoryview | None:
-        return self._pages.memory(self._placed[name].offset + offset, nbytes)
-
-    def _process(self, slab: Slab, buffer: memoryview, transforms: Transforms, *, in_place: bool) -> None:
-        self._count(slab, self._reader.fill(slab, buffer))
-        self._finish(slab, transforms.outputs(slab, buffer), in_place=in_place)
-
-    def _process_held(self, slab: Slab, transforms: Transforms) -> None:
+    def _process_held(self, slab: Slab, port: Port, transforms: Transforms) -> None:
         memory = self._held.memory(slab)
         if slab.step == "measure":
             self._count(slab, self._reader.fill(slab, memory))
@@ -218,13 +222,15 @@ class _Team:
             return
         outputs = transforms.outputs(slab, memory, largest=self._held.largest(slab))
         self._held.finished(slab)
-        self._finish(slab, outputs, in_place=False)
+        self._finish(slab, outputs, port)
 
-    def _finish(self, slab: Slab, outputs: tuple[Output, ...], *, in_place: bool) -> None:
+    def _finish(self, slab: Slab, outputs: tuple[Output, ...], port: Port) -> None:
         for output in outputs:
-            if not (in_place or output.in_place):
-                _write(self._segment, output.data, self._placed[output.name].offset + output.offset)
-        self._digest(slab, outputs, lasting=in_place or outputs[0].in_place)
+            if output.room is not None:
+                output.room.filled()
+            else:
+                port.write(output.data, self._placed[output.name].offset + output.offset)
+        self._digest(slab, outputs, lasting=outputs[0].room is not None)
         self._meter.add(sum(len(output.data) for output in outputs))
 
     def _count(self, slab: Slab, read_nbytes: int) -> None:
@@ -237,7 +243,7 @@ class _Team:
         """The next run of slabs; none if there is no more to do. Tells the kernel of those that will follow it.
 
         What may have to wait for other slabs is a run by itself, so that these cannot be in one that waits for it: held
-        matrices, and, where large pages are not to be had, everything.
+        matrices, and, where the destination lends no room, everything.
         """
         fresh = []
         with self._lock:
@@ -262,7 +268,7 @@ class _Team:
         nbytes = 0
         while self._expected:
             slab = self._expected[0]
-            alone = slab.step != "all" or self._pages.gave_up is not None
+            alone = slab.step != "all" or not self._destination.lends
             nbytes += slab.source_nbytes
             if run and (alone or nbytes > self._run_nbytes):
                 break
@@ -299,6 +305,8 @@ class _Team:
             try:
                 for output in outputs:
                     self._digests[output.name].hasher.update(output.data)
+                    if output.room is not None:
+                        output.room.digested()
             finally:
                 self._lock.acquire()
             queue.slabs_done += 1
@@ -311,6 +319,7 @@ class _Team:
                 self._failure = failure
             self._turn.notify_all()
         self._held.abandon()
+        self._destination.abandon()
 
 
 class _Meter:
@@ -331,20 +340,3 @@ class _Meter:
                 return
             self._next_report_s = now_s + PROGRESS_EVERY_S
             self._progress(self._done, self._total)
-
-
-def _write(segment: int, data: memoryview, offset: int) -> None:
-    """All of ``data`` into the segment. Whole pages that are fresh are taken without being zeroed first."""
-    try:
-        done = os.pwrite(segment, data, offset)
-        while done < len(data):
-            done += os.pwrite(segment, data[done:], offset + done)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-            raise
-        raise InsufficientMemory(
-            "the segment cannot be filled",
-            expected=f"{len(data)} bytes more at {offset}",
-            found=error.strerror,
-            next_step="free memory on this host, or raise the limit of the daemon's control group",
-        ) from error

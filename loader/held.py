@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from weightcached.loader.destination import Abandoned
 from weightcached.loader.planned import PlannedParameter
 from weightcached.loader.slabs import Slab, measures_first
 from weightcached.protocol.dtypes import itemsize_bytes
 
 HELD_MAX = 2
-
-
-class Abandoned(Exception):
-    """Another thread failed: there is nothing to wait for any more."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from weightcached.loader.checkpoint import Checkpoint
 from weightcached.loader.collector import collector_paused
+from weightcached.loader.destination import Target
 from weightcached.loader.execute import Executed, Progress, Traffic, execute
 from weightcached.loader.layout import Placed, Placement, place
 from weightcached.loader.plan import make_plan
@@ -76,14 +77,14 @@ def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
 def load(
     checkpoint: Checkpoint,
     prepared: Prepared,
-    segment: int,
+    segment: Target,
     *,
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
     expendable: bool = False,
 ) -> Loaded:
-    """Fill ``segment``, a writable descriptor of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
+    """Fill ``segment``, of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
 
     Blocks. The segment stays the caller's, is not mapped here, and is of use only if this returns: a failure leaves it
     half filled. ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not what it was when the

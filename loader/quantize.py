@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from weightcached.loader import arithmetic
+from weightcached.loader.destination import Room
 from weightcached.loader.planned import Cast, PlannedParameter, Quantize
 from weightcached.loader.slabs import Slab
 from weightcached.protocol.dtypes import itemsize_bytes
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 
-Lend = Callable[[str, int, int], "memoryview | None"]
-"""Gives the segment's own bytes for (parameter, offset, nbytes), to be written, where it has some to lend."""
+Lend = Callable[[str, int, int], Room | None]
+"""Gives room for (parameter, offset, nbytes), where the destination has some to lend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Output:
     name: str
     offset: int
     data: memoryview
-    in_place: bool = False
-    """They are there already."""
+    room: Room | None = None
+    """The destination's, that they lie in; None where they are to be written."""
 
 
 class Transforms:
@@ -46,7 +47,7 @@ class Transforms:
         self._bytes = bytearray()
 
     def outputs(self, slab: Slab, source: memoryview, *, largest: float = 0.0) -> tuple[Output, ...]:
-        """What the slab's ``source`` bytes become; the parameter itself first. Of what is not in place, the first is
+        """What the slab's ``source`` bytes become; the parameter itself first. Of what is in no room, the first is
         valid until ``source`` is written again or this is called again.
 
         ``largest``: of its matrix, where that has been measured. Raises UnusableValue naming the tensor when values
@@ -73,8 +74,8 @@ class Transforms:
 
     def _first(self, name: str, offset: int, nbytes: int) -> Output:
         """The output for the parameter itself, to be filled."""
-        if (place := self._lend(name, offset, nbytes)) is not None:
-            return Output(name, offset, place, in_place=True)
+        if (room := self._lend(name, offset, nbytes)) is not None:
+            return Output(name, offset, room.memory, room)
         if len(self._bytes) < nbytes:
             self._bytes = bytearray(nbytes)
         return Output(name, offset, memoryview(self._bytes)[:nbytes])

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.boxes import whole
+from weightcached.loader.destination import Target
 from weightcached.loader.execute import Executed, Progress, execute
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
+from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import SnapshotUnusable, TruncatedFile
 from weightcached.protocol.manifest import Manifest, Row, encode_manifest
 from weightcached.protocol.messages import AccountingCounts
@@ -59,12 +61,12 @@ def _placed(row: Row, file: str) -> Placed:
 def restore(
     snapshot: Snapshot,
     placement: Placement,
-    segment: int,
+    segment: Target,
     *,
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
 ) -> Restored:
-    """Fill ``segment``, a writable descriptor of the placement's size whose bytes are zeros. Blocks.
+    """Fill ``segment``, of the placement's size, whose bytes are zeros or become them. Blocks.
 
     Raises SnapshotUnusable naming the parameters whose bytes are not those that were written, or that cannot be read;
     InsufficientMemory; and what ``progress`` raises. The segment is of use only if this returns.
@@ -106,9 +108,18 @@ def counts_of(manifest: Manifest) -> AccountingCounts:
 
 
 def encode(
-    snapshot: Snapshot, restored: Restored, *, generation: str, version: str, receipts_version: str, digest: str | None
+    snapshot: Snapshot,
+    restored: Restored,
+    config: CacheConfig,
+    *,
+    generation: str,
+    version: str,
+    receipts_version: str,
+    digest: str | None,
 ) -> bytes:
-    """The manifest of the loaded segment: the snapshot's, as another generation, with what this load read."""
+    """The manifest of the loaded segment: the snapshot's, as another generation, with what this load read; ``config``
+    is the snapshot's, but for the memory that the bytes are in now.
+    """
     manifest = snapshot.manifest
     meta = manifest.meta.model_copy(
         update={
@@ -116,6 +127,8 @@ def encode(
             "version": version,
             "receipts_version": receipts_version,
             "digest": digest,
+            "fingerprint": config.fingerprint,
+            "config": config.model_dump(),
             "bytes_read": restored.bytes_read,
             "bytes_kept": manifest.content_nbytes,
             "seconds": dict(restored.seconds),

@@ -16,10 +16,12 @@ from typing import Protocol
 
 from weightcached.loader import pipeline, snapshot
 from weightcached.loader.checkpoint import Checkpoint, open_checkpoint
+from weightcached.loader.destination import Target
 from weightcached.loader.engines.source import build_state
 from weightcached.loader.execute import Progress
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
+from weightcached.protocol.errors import UnsupportedModel
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.snapshot import Snapshot, open_snapshot
@@ -51,8 +53,8 @@ class Source(Protocol):
         """What will be allocated and read, and which content it is. Reads no weight."""
         ...
 
-    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
-        """Fill the segment, a writable descriptor. Blocks. Raises what loading raises."""
+    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        """Fill the segment. Blocks. Raises what loading raises."""
         ...
 
 
@@ -98,7 +100,7 @@ class CheckpointSource:
             ),
         )
 
-    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         loaded = pipeline.load(
             self._checkpoint,
             self._prepared,
@@ -119,6 +121,7 @@ class SnapshotSource:
 
     def __init__(self, opened: Snapshot, config: CacheConfig, receipts: Receipts | None) -> None:
         opened.require_config(config)
+        self._config = config
         self._snapshot = opened
         self._receipts = receipts
         self.placement = snapshot.placement_of(opened)
@@ -133,9 +136,9 @@ class SnapshotSource:
             digest=self._snapshot.digest,
         )
 
-    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress, strategy=strategy)
-        encode = partial(snapshot.encode, self._snapshot, restored)
+        encode = partial(snapshot.encode, self._snapshot, restored, self._config)
         return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
 
 
@@ -160,7 +163,14 @@ class EngineSource:
             accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),  # the engine's own to check
         )
 
-    def fill(self, segment: int, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        if not isinstance(segment, int):
+            raise UnsupportedModel(
+                "layouts of engines are built in host memory by this release",
+                expected="memory kind host",
+                found=str(segment),
+                next_step="load a layout of ours (--layout hf or fused) onto the GPU",
+            )
         encode, seconds = self._state.copy(segment, progress)
         return Filled(self._state.files_nbytes, self._state.content_nbytes, seconds, encode)
 

@@ -98,8 +98,12 @@ def choose(
     *,
     free_nbytes: int,
     asked: LoadStrategy = "auto",
+    resident_on_host: bool = True,
 ) -> Strategy:
-    """The strategy for filling ``parameters`` from ``files``, while ``free_nbytes`` of memory are free."""
+    """The strategy for filling ``parameters`` from ``files``, while ``free_nbytes`` of the host's memory are free.
+
+    ``resident_on_host``: whether what is filled takes of that; a device's memory does not.
+    """
     wanted = dict.fromkeys(files, 0)
     kept = resident = 0
     for parameter in parameters:
@@ -111,7 +115,11 @@ def choose(
     exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files[file].nbytes)
     read = {file: files[file] for file, nbytes in wanted.items() if nbytes}
     total = sum(wanted.values())
-    name, why = (asked, "asked for") if asked != "auto" else _decide(read, total, kept, resident, free_nbytes)
+    name, why = (
+        (asked, "asked for")
+        if asked != "auto"
+        else _decide(read, total, kept, resident if resident_on_host else 0, free_nbytes)
+    )
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
     waiting = name in ("prefetch", "direct") or (name == "read" and _cached_share(read) < CACHED_SHARE)
     threads = WAITING_THREADS if waiting else THREADS

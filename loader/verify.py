@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.processes import die_with_parent
 
 NAMES_MAX = 20
@@ -38,11 +39,12 @@ def verify(manifest_fd: int, segment_fds: Sequence[int]) -> dict[str, Any]:
     nbytes = manifest.meta.segments_nbytes
     if len(nbytes) != len(segment_fds):
         raise TransferError("another number of segments", expected=len(nbytes), found=len(segment_fds))
+    kind = kind_of(CacheConfig.model_validate(manifest.meta.config))
     with ExitStack() as held:
         segments = []
         for number, (fd, size) in enumerate(zip(segment_fds, nbytes, strict=True)):
-            host.verify(fd, nbytes=size, what=f"segment {number}")
-            segments.append(held.enter_context(closing(host.map_readonly(fd, nbytes=size))).view())
+            kind.verify(fd, nbytes=size, what=f"segment {number}")
+            segments.append(held.enter_context(closing(kind.map_readonly(fd, nbytes=size))).view())
         differing = differing_rows(manifest, segments)
         segments.clear()  # no view may be left when they are unmapped
     return {

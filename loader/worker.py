@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weightcached.loader.filling import to_be_filled
 from weightcached.loader.sources import source_of
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
@@ -32,6 +33,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import shortened
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
@@ -88,18 +90,22 @@ def _serve(channel: Channel) -> None:
     def begins(stage: str) -> None:
         channel.send(Progress(stage=stage[:_STAGE_MAX_CHARACTERS], bytes_done=0, bytes_total=0))
 
-    with source_of(job, CacheConfig.model_validate(job.config), begins) as source:
+    config = CacheConfig.model_validate(job.config)
+    with source_of(job, config, begins) as source:
         channel.send(source.planned())
         memory, segments = _memory(channel)
         with segments:
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
-            filled = source.fill(
-                segments[0],
-                lambda done, total: channel.send(Progress(stage="load weights", bytes_done=done, bytes_total=total)),
-                job.strategy,
-            )
+            with to_be_filled(segments[0], kind_of(config), nbytes=source.segment_nbytes) as target:
+                filled = source.fill(
+                    target,
+                    lambda done, total: channel.send(
+                        Progress(stage="load weights", bytes_done=done, bytes_total=total)
+                    ),
+                    job.strategy,
+                )
         manifest = filled.encode(
             generation=job.generation,
             version=memory.version,

@@ -32,6 +32,7 @@ from weightcached.protocol.canonical import canonical_bytes, canonical_sha256
 from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import ABSENT, FieldDifference, InvalidOption, ModelConfigError
 from weightcached.protocol.frozen import Frozen, FrozenJson
+from weightcached.protocol.memory.chosen import CPU, DEVICE_PATTERN, GPU_PREFIX, Memory
 from weightcached.protocol.quantization import Quantization
 from weightcached.protocol.regular_files import open_regular
 from weightcached.protocol.text import shown
@@ -107,8 +108,9 @@ class CacheConfig(Frozen):
     model: FrozenJson
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quantization: Quantization = Quantization()
-    memory: Literal["host"] = "host"
-    device: Literal["cpu"] = "cpu"
+    memory: Memory = "host"
+    device: str = Field(default=CPU, pattern=DEVICE_PATTERN)
+    """``cpu``, or the GPU by its UUID: the very one, so that no daemon is taken for that of another GPU."""
     engine: FrozenJson | None = None
     """The entries of the key of the engine that made the layout, whose name is ``layout``; null for layouts of ours."""
 
@@ -116,6 +118,12 @@ class CacheConfig(Frozen):
     def _of_one_maker(self) -> CacheConfig:
         if (self.engine is None) != (self.layout in LAYOUT_REVISIONS):
             raise ValueError(f"layout {self.layout!r} {'without' if self.engine is None else 'with'} an engine's key")
+        return self
+
+    @model_validator(mode="after")
+    def _in_memory_of_its_device(self) -> CacheConfig:
+        if (self.memory == "host") != (self.device == CPU):
+            raise ValueError(f"memory kind {self.memory!r} is not on device {self.device!r}")
         return self
 
     @model_serializer(mode="wrap")
@@ -130,8 +138,11 @@ class CacheConfig(Frozen):
 
     @cached_property
     def rankless_fingerprint(self) -> str:
-        """The fingerprint without the ranks: equal on all ranks of one model state."""
-        return canonical_sha256({name: value for name, value in self.entries().items() if name not in _RANK_ENTRIES})
+        """The fingerprint without the ranks, and without which GPU it is: equal on all ranks of one model state."""
+        entries = {name: value for name, value in self.entries().items() if name not in _RANK_ENTRIES}
+        if self.device != CPU:
+            entries["device"] = GPU_PREFIX
+        return canonical_sha256(entries)
 
     def entries(self) -> dict[str, Any]:
         """Field path → full JSON-like value, one level into each field that is a map."""
@@ -306,10 +317,13 @@ def build_config(
     dtype: str = "auto",
     quantization: str = "none",
     engine: EngineKey | None = None,
+    memory: Memory = "host",
+    device: str = CPU,
 ) -> CacheConfig:
     """The config for one rank of the checkpoint in ``model_dir``. Reads ``config.json`` and no weight.
 
-    Sizes, ranks and placement are those of `Parallel`; ``engine`` is the key of the engine whose name is ``layout``.
+    Sizes, ranks and placement are those of `Parallel`; ``engine`` is the key of the engine whose name is ``layout``;
+    ``memory`` and ``device`` are as ``memory/chosen.py`` gives them.
     Raises InvalidOption for options that cannot be, ModelConfigError for a bad ``config.json``.
     """
     model = read_model_config(model_dir)
@@ -333,6 +347,8 @@ def build_config(
             model={key: value for key, value in model.items() if key not in _IRRELEVANT_TO_WEIGHTS},
             dtype=dtype,  # type: ignore[arg-type]  # validated by the model
             quantization=Quantization.named(quantization),
+            memory=memory,
+            device=device,
             engine=None if engine is None else engine.entries,
         )
     except ValidationError as error:

@@ -7,6 +7,7 @@
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
+    │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
     │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
     ├── ConfigurationError            fix what was asked for
@@ -166,6 +167,18 @@ class InsufficientMemory(DeploymentError):
     """The shard does not fit in what is free now. Nothing was read or allocated."""
 
     code = "insufficient_memory"
+
+
+class DeviceAbsent(DeploymentError):
+    """The GPU asked for, or its driver, is not there for this process. Nothing was allocated."""
+
+    code = "device_absent"
+
+
+class DeviceFailed(DeploymentError):
+    """The GPU's driver refused a call; the message names the call and the driver's own word for why."""
+
+    code = "device_failed"
 
 
 class WorkerDied(DeploymentError):

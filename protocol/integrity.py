@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from weightcached.protocol.manifest import Manifest, Row
+from weightcached.protocol.memory.kinds import SegmentBytes
 
 THREADS_MAX = 4
 
 
-def differing_rows(manifest: Manifest, segments: Sequence[memoryview]) -> list[str]:
+def differing_rows(manifest: Manifest, segments: Sequence[SegmentBytes]) -> list[str]:
     """Names of rows whose bytes in ``segments`` are not those of their digests, in the manifest's order; an alias is
     its target's bytes and not named. Blocks for one pass; no view of the segments is left afterwards.
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from weightcached.protocol.config import Provenance
+from weightcached.protocol.memory.chosen import Memory
 
 PROTOCOL_VERSION = 1
 
@@ -118,7 +119,7 @@ class AccountingCounts(Message):
 class SegmentInfo(Message):
     """One segment: the memory kind that says how to import its descriptor, and its size."""
 
-    memory: Literal["host"]
+    memory: Memory
     nbytes: Count
 
 
@@ -138,6 +139,7 @@ class Grant(Message):
     manifest_nbytes: Count
     segments: Annotated[tuple[SegmentInfo, ...], Field(strict=False, max_length=GRANT_FDS_MAX - 1)]
     resident_nbytes: Count
+    """What the segments take of the memory, of a GPU's in whole pages: what an engine leaves out of its own budget."""
     accounting: AccountingCounts
     digest: Hex64 | None
     provenance: Provenance

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.memory.chosen import CPU
 from weightcached.protocol.places import RANKS_MAX, host_device
 
 KINDS: Mapping[str, str] = {"tp": "tensor-parallel", "pp": "pipeline", "ep": "expert-parallel"}
@@ -84,8 +85,10 @@ def rank_word(parallel: Parallel) -> str:
     return device_of(parallel).removeprefix("host-")
 
 
-def device_of(parallel: Parallel) -> str:
-    """The device word of the rank's place in host memory."""
+def device_of(parallel: Parallel, device: str = CPU) -> str:
+    """The device word of the rank's place: on a GPU its identity, whatever the rank; in host memory the rank."""
+    if device != CPU:
+        return device
     return host_device(
         tp_size=parallel.tp_size,
         tp_rank=parallel.tp_rank,

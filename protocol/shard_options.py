@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.engines import EngineRequest, engine_key
 from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.memory.chosen import CPU, DEVICE_SPELLINGS, Memory
 from weightcached.protocol.quantization import SPELLINGS, Quantization
 from weightcached.protocol.ranks import KINDS, every_rank, ranks_of
 
@@ -45,6 +46,21 @@ def add_shard_arguments(arguments: Arguments) -> None:
         metavar="METHOD",
         help=f"of linear layers, while loading: {SPELLINGS} (default: none)",
     )
+
+
+def add_device_arguments(arguments: Arguments) -> None:
+    """Where the shards live."""
+    arguments.add_argument(
+        "--device", default=CPU, metavar="DEVICE", help=f"where the weights live: {DEVICE_SPELLINGS} (default: {CPU})"
+    )
+    arguments.add_argument(
+        "--memory", choices=get_args(Memory), help="memory kind (default: host on cpu, cuda-vmm on a GPU)"
+    )
+
+
+def device_of_rank(device: str, rank: int, ranks: int) -> str:
+    """``cuda`` means, for several ranks, the visible GPU with the rank's number."""
+    return f"cuda:{rank}" if device == "cuda" and ranks > 1 else device
 
 
 def add_engine_argument(arguments: Arguments) -> None:

@@ -56,7 +56,10 @@ class Snapshot:
         return digest
 
     def require_config(self, asked: CacheConfig) -> None:
-        """Raises SnapshotMismatch naming each field in which the snapshot's config is not the one that is asked for."""
+        """Raises SnapshotMismatch naming each field in which the snapshot's config is not the one that is asked for.
+
+        In whose memory the bytes were, or will be, does not matter: they are the same.
+        """
         try:
             config = CacheConfig.model_validate(self.manifest.meta.config)
         except ValidationError as error:
@@ -76,6 +79,7 @@ class Snapshot:
                 where=self.folder,
                 next_step="make it again with this release",
             )
+        asked = asked.model_copy(update={"memory": config.memory, "device": config.device})
         if config.fingerprint == asked.fingerprint:
             return
         differences = explain_differences(config.entries(), asked.entries())

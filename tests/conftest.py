@@ -1,11 +1,16 @@
-"""What every test folder shares: tests that need root are skipped for others, and how hard hypothesis tries. Fixtures
-live beside their tests.
+"""What every test folder shares: tests that need root are skipped for others, how hard hypothesis tries, and a CUDA
+driver that needs no GPU. All other fixtures live beside their tests.
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.fakecuda import CudaHere, FakeCuda, build, fake_cuda_in_memory
+from weightcached.protocol.memory.cuda import driver
 
 # No deadline for one example: a busy machine is not a bug. What never ends is pytest's timeout to find.
 settings.register_profile("quick", deadline=None)
@@ -23,3 +28,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("root"):
             item.add_marker(needs_root)
+
+
+@pytest.fixture(scope="session")
+def cuda_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``libcuda.so.1`` and ``libnvidia-ml.so.1`` of tests/fakecuda, built once."""
+    return build(tmp_path_factory.mktemp("fakecuda"))
+
+
+@pytest.fixture
+def fake_cuda(cuda_libraries: Path) -> Iterator[FakeCuda]:
+    """One device for the processes that are given ``fake_cuda.environment``. In the end nobody holds any of it."""
+    with fake_cuda_in_memory(cuda_libraries) as fake:
+        yield fake
+        assert (fake.memory(), fake.contexts()) == ([], [])
+
+
+@pytest.fixture
+def cuda_here(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaHere]:
+    """The same for this process. In the end it has given back all it had."""
+    monkeypatch.setenv("FAKECUDA", str(fake_cuda.directory))
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "FAKECUDA_FAIL"):
+        monkeypatch.delenv(variable, raising=False)
+    here = CudaHere(fake_cuda)
+    driver.initialise.cache_clear()
+    yield here
+    left = here.live()
+    here.reset()
+    driver.initialise.cache_clear()
+    assert left == ""

@@ -20,6 +20,7 @@ import stat
 import weakref
 
 from weightcached.protocol.errors import InsufficientMemory, TransferError
+from weightcached.protocol.memory.admission import admit as admit  # part of a kind, measured there
 
 # Not in Python 3.11's modules: linux/memfd.h, linux/mman.h.
 _MFD_NOEXEC_SEAL = 0x0008
@@ -38,6 +39,11 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def resident_nbytes(nbytes: int) -> int:
+    """What a segment of ``nbytes`` takes of the memory, once all of it is written: pages are not counted up to."""
+    return nbytes
 
 
 def allocate(nbytes: int, *, name: str) -> int:
@@ -107,7 +113,7 @@ class Mapping:
     """
 
     def __init__(self, fd: int, *, nbytes: int, protection: int, flags: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes = self.resident_nbytes = nbytes
         try:
             self.address = _mapped(fd, max(nbytes, 1), protection, flags)
         except OSError as error:

@@ -200,8 +200,8 @@ def test_release_gives_everything_up(model: Path, runtime_dir: Path, during: str
         daemon.wait_until(during)
         released = release(runtime_dir)
         assert released.returncode == 0, released.stderr
-        generations = int(during == "ready")
-        assert f"default/host-tp0of1: gave up {generations} generations" in released.stdout
+        generations = "1 generation," if during == "ready" else "0 generations,"
+        assert f"default/host-tp0of1: gave up {generations}" in released.stdout
         assert not daemon.place.socket_path.exists()
         assert daemon.process.wait(TIMEOUT_S) == 0
         assert daemon.place.lock_path.exists()

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from weightcached.loader.boxes import whole
-from weightcached.loader.held import HELD_MAX, Abandoned, Held, staggered
+from weightcached.loader.destination import Abandoned
+from weightcached.loader.held import HELD_MAX, Held, staggered
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
 from weightcached.loader.quantizers import quantizer
 from weightcached.loader.slabs import slabs

@@ -11,6 +11,7 @@ from tests.support.checkpoints import tiny_llama
 from tests.support.execution import segment_of
 from weightcached.client import attach
 from weightcached.loader.snapshot import counts_of, encode, placement_of, restore
+from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import SnapshotUnusable
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import Manifest, encode_manifest
@@ -51,7 +52,8 @@ def test_the_segment_is_the_one_that_was_saved(saved: tuple[Path, bytes], opened
         "receipts_version": "digest:1",
         "digest": "d" * 64,
     }
-    manifest = Manifest.decode(encode(opened, restored, **told))
+    config = CacheConfig.model_validate(opened.manifest.meta.config)
+    manifest = Manifest.decode(encode(opened, restored, config, **told))
     assert list(manifest) == list(opened.manifest)
     assert manifest.accounting == opened.manifest.accounting
     assert manifest.meta.bytes_read == manifest.meta.bytes_kept == restored.bytes_read

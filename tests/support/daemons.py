@@ -356,6 +356,7 @@ def supervised_daemon(
     *extra: str,
     script: Mapping[str, Any] | None = None,
     supervise: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Daemon]:
     """A supervisor with a keeper whose worker follows ``script``, or is the real one for ``None``. Stopped at the end
@@ -365,8 +366,8 @@ def supervised_daemon(
     supervisor = [*REAL, "supervise", "--log-format", "json"]
     supervisor += ["--backoff-max", "0", *supervise, "--"]
     command = supervisor if script is None else [*supervisor, *SCRIPTED]
-    environment = scripted_environment(runtime_dir, script)
-    yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=environment, **options))
+    given = {**scripted_environment(runtime_dir, script), **(environment or {})}
+    yield from _running(start(model_dir, runtime_dir, *extra, command=command, environment=given, **options))
 
 
 def scripted_environment(runtime_dir: Path, script: Mapping[str, Any] | None) -> dict[str, str]:

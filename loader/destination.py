@@ -1,0 +1,163 @@
+"""Destinations: where an execution's bytes go. A host segment here; a segment on a device in ``device.py``.
+
+Owns the interface between the threads that make bytes and the memory that keeps them, and the host's side of it. A
+destination lends rooms: memory that a slab's bytes are brought into (read, or computed), and that belongs to one place
+of the segment. On a host a room is the segment's own memory; on a device it is staging memory, copied from there. What
+bytes mean, and in which order they are made and digested, is the executor's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.memory.large_pages import LargePages
+
+
+class Abandoned(Exception):
+    """Another thread failed: there is nothing to wait for any more."""
+
+
+class Room(Protocol):
+    """Memory for the bytes of one place. Whoever was lent it fills it, then calls :meth:`filled`, once."""
+
+    @property
+    def memory(self) -> memoryview: ...
+
+    def filled(self) -> None:
+        """Its bytes are what shall stay at the place. They may be read on, and not be written any more."""
+        ...
+
+    def digested(self) -> None:
+        """Nobody will read its bytes again: it may be lent for another place. Called by any thread."""
+        ...
+
+
+class Port(Protocol):
+    """One thread's way into a destination; that thread alone calls it."""
+
+    def lend(self, offset: int, nbytes: int) -> Room | None:
+        """Room for these bytes of the segment; None where there is none, and :meth:`write` is to be used.
+
+        May wait until what this thread was lent before has been digested: so slabs are to be worked on in order.
+        Raises Abandoned when that has become pointless.
+        """
+        ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Bring ``data`` to ``offset`` of the segment. It may be written again when this returns."""
+        ...
+
+
+class Destination(Protocol):
+    """A segment that is about to be filled; a context manager, left when no thread uses it any more. Thread-safe."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what is resident takes the host's memory."""
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether it lends room for most slabs. Where it does not, a thread waits for others after each slab."""
+        ...
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Bytes ``start .. stop`` will be filled next, by this thread."""
+        ...
+
+    def port(self, slab_nbytes: int) -> AbstractContextManager[Port]:
+        """For the calling thread, which works on slabs of so many bytes. What it was lent outlives the port: it is good
+        until the destination is left.
+        """
+        ...
+
+    def finish(self) -> None:
+        """All has been filled: wait until it is where it belongs. Raises what went wrong on the way there."""
+        ...
+
+    def abandon(self) -> None:
+        """The execution has failed: nobody shall wait any longer."""
+        ...
+
+    def __enter__(self) -> Destination: ...
+
+    def __exit__(self, kind: object, failure: BaseException | None, traceback: object, /) -> None: ...
+
+
+Target = int | Destination
+"""A segment that is about to be filled: a writable descriptor of host memory, or a destination nobody has entered."""
+
+
+class _InPlace:
+    """Room that is the segment itself: there is nothing more to be done with it."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def filled(self) -> None:
+        pass
+
+    def digested(self) -> None:
+        pass
+
+
+class HostSegment:
+    """A segment in a host's memory, by a writable descriptor that outlives this. All threads share one port: this."""
+
+    on_host = True
+
+    def __init__(self, segment: int, *, nbytes: int) -> None:
+        self._segment = segment
+        self._pages = LargePages(segment, nbytes=nbytes)
+
+    @property
+    def lends(self) -> bool:
+        return self._pages.gave_up is None
+
+    def prepare(self, start: int, stop: int) -> None:
+        self._pages.prepare(start, stop)
+
+    def port(self, slab_nbytes: int) -> AbstractContextManager[HostSegment]:
+        return nullcontext(self)
+
+    def lend(self, offset: int, nbytes: int) -> Room | None:
+        """The segment's own memory, where its pages are there already: what is read right there is never copied."""
+        memory = self._pages.memory(offset, nbytes)
+        return None if memory is None else _InPlace(memory)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Whole pages that are fresh are taken without being zeroed first. Raises InsufficientMemory."""
+        try:
+            done = os.pwrite(self._segment, data, offset)
+            while done < len(data):
+                done += os.pwrite(self._segment, data[done:], offset + done)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise
+            raise InsufficientMemory(
+                "the segment cannot be filled",
+                expected=f"{len(data)} bytes more at {offset}",
+                found=error.strerror,
+                next_step="free memory on this host, or raise the limit of the daemon's control group",
+            ) from error
+
+    def finish(self) -> None:
+        """Nothing is under way: what was written is there."""
+
+    def abandon(self) -> None:
+        """Nobody waits here for what may not come."""
+
+    def __enter__(self) -> HostSegment:
+        return self
+
+    def __exit__(self, _kind: object, _failure: BaseException | None, _traceback: object) -> None:
+        self._pages.close()
+
+    def __str__(self) -> str:
+        return f"large pages: {self._pages}"

@@ -1,0 +1,59 @@
+"""Where weights are to live, as options say it: a device and a memory kind, the same words on both sides.
+
+Owns the words, and turning what somebody typed (an index of this process, the beginning of a UUID) into the one
+identity that is compared, written down and sent. An ordinal never leaves the process in which it means something.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from weightcached.protocol.errors import InvalidOption
+
+Memory = Literal["host", "cuda-vmm"]
+
+CPU = "cpu"
+GPU_PREFIX = "gpu-"
+_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+DEVICE_PATTERN = rf"^(?:{CPU}|{GPU_PREFIX}{_UUID})$"
+DEVICE_SPELLINGS = "cpu, cuda (the only GPU that is visible), cuda:INDEX (of those visible), or cuda:UUID"
+_WHOLE_UUID = re.compile(rf"(?:gpu-|mig-)?({_UUID})", re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """``device`` is ``cpu``, or ``gpu-`` and the UUID: the device word of a GPU's place, too."""
+
+    memory: Memory
+    device: str
+
+
+HOST = Chosen("host", CPU)
+
+
+def chosen(device: str, memory: str | None = None) -> Chosen:
+    """What these options mean; ``memory`` is by default the device's own kind.
+
+    A whole UUID is believed, and found out about when the device is used; anything less asks the driver. Raises
+    InvalidOption, and DeviceAbsent for a GPU that this process does not see.
+    """
+    word, _, which = device.partition(":")
+    if device != CPU and word != "cuda":
+        raise InvalidOption("unusable device", expected=DEVICE_SPELLINGS, found=device)
+    kind = memory if memory is not None else "host" if device == CPU else "cuda-vmm"
+    if kind not in get_args(Memory) or (kind == "host") != (device == CPU):
+        expected = "host" if device == CPU else ", ".join(one for one in get_args(Memory) if one != "host")
+        raise InvalidOption(f"unusable memory kind on {device}", expected=expected, found=kind)
+    if kind == "host":
+        return HOST
+    return Chosen(kind, GPU_PREFIX + _uuid(which if ":" in device else None))  # type: ignore[arg-type]  # checked
+
+
+def _uuid(which: str | None) -> str:
+    if which is not None and (whole := _WHOLE_UUID.fullmatch(which)):
+        return whole[1].lower()
+    from weightcached.protocol.memory.cuda import devices
+
+    return devices.find(which).uuid

@@ -1,0 +1,239 @@
+"""Memory kind ``cuda-vmm``: a segment is physical memory of one GPU, handed over as a POSIX descriptor.
+
+Owns how the driver's parts (``cuda/``) make a kind: the keeper allocates and exports without a context, the worker maps
+to write and copies, engines map read-only. The memory lives while any descriptor, handle or mapping of it does.
+
+There are no seals. What protects a published segment is that engines map it read-only, and that whoever could write,
+the worker, has ended before it is published. A process that is handed the descriptor can map it to write, if it wants
+to: like any process of the daemon's uid, it is trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import os
+import stat
+
+from weightcached.protocol.errors import (
+    DeviceAbsent,
+    DeviceFailed,
+    InsufficientMemory,
+    TransferError,
+    WeightCacheError,
+)
+from weightcached.protocol.memory.admission import Room
+from weightcached.protocol.memory.cuda import devices, driver, mappings, nvml, physical
+from weightcached.protocol.memory.cuda.context import Context, Stream
+
+_SAID_OF_DESCRIPTORS = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE"})
+
+
+class CudaVmm:
+    """The kind on the GPU with this UUID, as far as this process sees it. Made without asking the driver anything."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+
+    @functools.cached_property
+    def device(self) -> devices.Device:
+        """As this process calls it. DeviceAbsent where it does not see it."""
+        return devices.find(self.uuid)
+
+    @functools.cached_property
+    def _granularity(self) -> int:
+        return physical.granularity(self.device)
+
+    def admit(self, nbytes: int) -> Room:
+        """What the device has free; InsufficientMemory, naming who holds it, where that is too little.
+
+        Without NVML all that is known is how large the device is. Allocation then decides: it takes the memory at once.
+        """
+        needed = self.resident_nbytes(nbytes)
+        try:
+            found = nvml.memory(self.uuid)
+            room = Room(f"free memory of GPU {self.uuid}", found.free_nbytes, found.total_nbytes)
+        except (DeviceAbsent, DeviceFailed):
+            total = self.device.nbytes
+            room = Room(f"all memory of GPU {self.uuid}: what is free is not known", total, total)
+        if needed > room.free_nbytes:
+            full = InsufficientMemory("the device has no room", found=f"{room.free_nbytes} bytes free")
+            raise nvml.no_room(full, asked=f"{needed} bytes on {self.uuid} ({self.device.name})", uuid=self.uuid)
+        return room
+
+    def resident_nbytes(self, nbytes: int) -> int:
+        """``nbytes`` in whole pages of the device."""
+        return physical.rounded(nbytes, self._granularity)
+
+    def allocate(self, nbytes: int, *, name: str) -> int:
+        """New memory, taken at once; whatever was there before is still there. Device memory has no name."""
+        with physical.allocate(self.resident_nbytes(nbytes), device=self.device) as allocation:
+            return allocation.export()
+
+    def seal(self, fd: int) -> None:
+        """Nothing to be done: see above."""
+
+    def export(self, fd: int) -> int:
+        """Another descriptor of the same: opened anew, through /proc, it would not be this memory any more."""
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
+    def verify(self, fd: int, *, nbytes: int, what: str, read_only: bool = False) -> None:
+        """Refuse what the driver does not know as memory of this device. Its size shows when it is mapped: the driver
+        does not tell it, and maps no more than there is.
+        """
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise TransferError(f"{what} is not memory", expected=f"memory of GPU {self.uuid}", found="a socket")
+        with self._imported(fd, nbytes=nbytes, what=what) as allocation:
+            asked = f"the properties of {what}"
+            found = driver.call("cuMemGetAllocationPropertiesFromHandle", allocation.handle, asked=asked)
+        if found.location.id != self.device.ordinal:
+            raise TransferError(
+                f"{what} is memory of another device",
+                expected=f"device {self.device.ordinal} ({self.uuid})",
+                found=f"device {found.location.id}",
+            )
+
+    def map_readonly(self, fd: int, *, nbytes: int) -> DeviceMapping:
+        """Map for a reader. A kernel or copy that writes there fails, and takes its process's context with it."""
+        return self._mapped(fd, nbytes=nbytes, writable=False)
+
+    map_private = map_readonly
+    """There is no copy-on-write: an engine that writes needs a copy."""
+
+    def map_shared(self, fd: int, *, nbytes: int) -> DeviceMapping:
+        """Map for the worker that fills the segment."""
+        return self._mapped(fd, nbytes=nbytes, writable=True)
+
+    def _mapped(self, fd: int, *, nbytes: int, writable: bool) -> DeviceMapping:
+        granularity = self._granularity
+        allocation = self._imported(fd, nbytes=nbytes, what="a segment")
+        try:
+            return DeviceMapping(allocation, nbytes=nbytes, granularity=granularity, writable=writable)
+        except BaseException as error:
+            allocation.close()
+            if isinstance(error, DeviceFailed):
+                raise _of_descriptor(error, f"a segment is not {nbytes} bytes of GPU {self.uuid}") from error
+            raise
+
+    def _imported(self, fd: int, *, nbytes: int, what: str) -> physical.Allocation:
+        device, resident_nbytes = self.device, self.resident_nbytes(nbytes)
+        try:
+            return physical.from_descriptor(fd, nbytes=resident_nbytes, device=device)
+        except DeviceFailed as error:
+            raise _of_descriptor(error, f"{what} is not memory of GPU {self.uuid}") from error
+
+
+@functools.cache
+def kind_on(uuid: str) -> CudaVmm:
+    """The kind on this GPU: one object for a process, which remembers what the driver said."""
+    return CudaVmm(uuid)
+
+
+class DeviceMapping:
+    """A segment in this process's device addresses, and the handle of its memory.
+
+    :meth:`unmap` and :meth:`remap` (an engine's sleep and wake) leave the addresses as they are, so that tensors and
+    captured graphs stay valid. Meanwhile the handle keeps the memory.
+    """
+
+    def __init__(self, allocation: physical.Allocation, *, nbytes: int, granularity: int, writable: bool) -> None:
+        """Takes ``allocation`` over, if this returns."""
+        self.nbytes = nbytes
+        self.resident_nbytes = allocation.nbytes
+        self.device = allocation.device
+        self._allocation = allocation
+        self._writable = writable
+        self._addresses = mappings.Mapping(allocation.nbytes, alignment=granularity, device=allocation.device)
+        try:
+            self._addresses.map(allocation, writable=writable)
+        except BaseException:
+            self._addresses.close()
+            raise
+        self.address = self._addresses.address
+
+    @property
+    def closed(self) -> bool:
+        return self._addresses.closed
+
+    @property
+    def mapped(self) -> bool:
+        return self._addresses.mapped and not self.closed
+
+    def close(self) -> None:
+        """Unmap now, and give the addresses back. Whatever computes there must have ended. Safe to call twice."""
+        self._addresses.close()
+        self._allocation.close()
+
+    def unmap(self) -> None:
+        """Keep the addresses, but nothing there: who touches them faults. Safe to call twice."""
+        self._addresses.unmap()
+
+    def remap(self) -> None:
+        """Map the same memory at the same addresses again. Safe to call twice. ValueError once closed."""
+        if not self.mapped:
+            self._addresses.map(self._allocation, writable=self._writable)
+
+    def view(self) -> DeviceBytes:
+        """Its bytes, copied to the host piece by piece as they are asked for."""
+        if not self.mapped:
+            raise ValueError("the mapping was closed, or is unmapped")
+        return DeviceBytes(self)
+
+    def revert(self) -> None:
+        """Nothing to give up: what is mapped read-only was not written to."""
+
+    def populate(self) -> None:
+        """Nothing to do: the driver maps all of it at once."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """One array of bytes. Not marked read-only, though it is: torch takes no arrays that are."""
+        if not self.mapped:
+            raise ValueError("the mapping was closed, or is unmapped")
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+
+
+class DeviceBytes:
+    """A mapped segment as the host sees it: a slice is a copy. Any thread may ask; each has a stream of its own.
+
+    Keeps the device's primary context, which torch uses too, for as long as it is kept.
+    """
+
+    def __init__(self, mapping: DeviceMapping) -> None:
+        self._mapping = mapping
+        self._context = Context(mapping.device)
+
+    def __len__(self) -> int:
+        return self._mapping.nbytes
+
+    def __getitem__(self, piece: slice, /) -> memoryview:
+        start, stop, step = piece.indices(len(self))
+        if step != 1:
+            raise ValueError("bytes of a device come in one piece")
+        copied = memoryview(bytearray(max(stop - start, 0)))
+        if copied:
+            with self._context.current():
+                stream = Stream()
+                try:
+                    stream.copy_out(address_of(copied), self._mapping.address + start, len(copied))
+                    stream.synchronize()
+                finally:
+                    stream.close()
+        return copied
+
+
+def address_of(memory: memoryview) -> int:
+    """Of contiguous host memory, which has to stay alive while the address is used."""
+    if not memory.readonly:
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    raise ValueError("memory that is read-only has no address here")
+
+
+def _of_descriptor(error: DeviceFailed, message: str) -> WeightCacheError:
+    """TransferError where the driver said that the descriptor is not what it should be. Its other troubles stay what
+    they are: whoever cannot reach his device for a moment must not take weights for broken that are whole.
+    """
+    if error.found in _SAID_OF_DESCRIPTORS:
+        return TransferError(message, expected=error.expected, found=f"{error.message}: {error.found}")
+    return error

@@ -1,0 +1,420 @@
+"""Weights on a GPU from end to end, with real daemons, workers and engines, on the driver that needs no GPU.
+
+It stands for what the driver is told and for whose memory lives how long (tests/support/fakecuda.py), not for a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import REAL, Daemon, daemon, start, supervised_daemon
+from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
+from tests.support.gpu_engine import gpu_engine
+from tests.support.unprivileged import ROOT
+from weightcached.client import attach
+from weightcached.daemon import cli
+from weightcached.daemon.holdings import Holdings
+from weightcached.daemon.listen_fds import HandedOver
+from weightcached.daemon.wait import wait
+from weightcached.protocol.command_line import USAGE_EXIT
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory import host, names
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place
+
+
+def place_of(device: FakeDevice, runtime_dir: Path) -> Place:
+    return Place(runtime_dir, "default", f"gpu-{device.uuid}")
+
+
+@contextmanager
+def gpu_daemon(
+    fake: FakeCuda,
+    model: Path,
+    runtime_dir: Path,
+    *extra: str,
+    supervised: bool = False,
+    device: int = 0,
+    **variables: str,
+) -> Iterator[Daemon]:
+    """A daemon with the real worker on this device of the table."""
+    wanted = fake.devices[device]
+    maker = supervised_daemon if supervised else daemon
+    environment = {**fake.environment, **variables}
+    with maker(model, runtime_dir, "--device", f"cuda:{wanted.uuid}", *extra, environment=environment) as served:
+        served.place = place_of(wanted, runtime_dir)
+        yield served
+
+
+def digests_from_disk(model: Path) -> dict[str, str]:
+    import hashlib
+
+    import torch
+
+    with attach(model, mode="off") as weights:
+        return {
+            name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in weights.items()
+        }
+
+
+def test_engines_get_the_checkpoint_bit_for_bit_and_the_keeper_has_no_context(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    expected = digests_from_disk(model)
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        report = served.wait_until("ready")
+        assert report.memory == "cuda-vmm"
+        assert fake_cuda.used_nbytes() == report.resident_nbytes
+        assert report.resident_nbytes % GRANULARITY == 0
+        assert fake_cuda.contexts() == []
+        with (
+            gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as one,
+            gpu_engine(fake_cuda, model, runtime_dir, device="cuda:0") as other,
+        ):
+            for engine in (one, other):
+                attached = engine.answer()
+                assert (attached["source"], attached["resident_bytes"]) == ("daemon", report.resident_nbytes)
+                assert engine.ask("digests") == expected
+                assert engine.ask("differing") == []
+            assert fake_cuda.used_nbytes() == report.resident_nbytes  # one copy, however many engines
+            assert "cannot address" in one.ask("host_bytes")
+        assert "cuCtxPushCurrent" not in fake_cuda.calls(served.pid)
+        assert "cuMemMap" not in fake_cuda.calls(served.pid)
+
+
+def test_engines_keep_their_weights_when_the_keeper_is_killed(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            before = engine.ask("digests")
+            os.kill(served.pid, signal.SIGKILL)
+            served.process.wait()
+            assert engine.ask("digests") == before
+            assert fake_cuda.used_nbytes() > 0
+    assert fake_cuda.used_nbytes() == 0
+
+
+def test_a_restarted_keeper_adopts_and_engines_resume_their_leases(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, "--verify-on-adopt", supervised=True) as served:
+        first = served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda", heartbeat_s=0.2) as engine:
+            attached = engine.answer()
+            before = engine.ask("digests")
+            seen = len(served.log.lines)
+            served.kill_keeper()
+            again = served.wait_ready_again(seen)
+            assert (again.generation, again.bytes_read, again.adoptions) == (first.generation, 0, 1)
+            assert engine.ask("digests") == before
+            with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as late:
+                assert late.answer()["generation"] == attached["generation"]
+                assert late.ask("digests") == before
+            assert fake_cuda.used_nbytes() == first.resident_nbytes
+    assert fake_cuda.used_nbytes() == 0
+
+
+def test_the_vault_alone_keeps_the_memory(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
+        first = served.wait_until("ready")
+        os.kill(first.pid, signal.SIGSTOP)
+        seen = len(served.log.lines)
+        os.kill(first.pid, signal.SIGKILL)
+        assert served.wait_ready_again(seen).generation == first.generation
+        assert fake_cuda.used_nbytes() == first.resident_nbytes
+
+
+def test_sleep_and_wake_at_the_same_addresses_also_when_the_daemon_is_gone(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            before, addresses = engine.ask("digests"), engine.ask("addresses")
+            engine.ask("unmap")
+            served.stop(signal.SIGKILL)
+            engine.ask("remap")
+            assert (engine.ask("digests"), engine.ask("addresses")) == (before, addresses)
+    assert fake_cuda.used_nbytes() == 0
+
+
+def test_tensors_outlive_their_set_and_then_nothing_is_left(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            engine.ask("tensors_outlive_the_set")
+    assert fake_cuda.leaks() == {}
+
+
+def test_what_an_engine_writes_to_is_a_copy(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            names = engine.answer()["names"]
+            assert engine.ask("copies_written_to") == 2 * names
+            assert engine.ask("digests") == digests_from_disk(model)
+
+
+def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    first, second = FakeDevice(), FakeDevice()
+    fake_cuda.plug(first, second)
+    with gpu_daemon(fake_cuda, model, runtime_dir, device=1, CUDA_VISIBLE_DEVICES="1,0") as served:
+        served.wait_until("ready")
+        assert fake_cuda.used_nbytes(second.uuid) > 0
+        assert fake_cuda.used_nbytes(first.uuid) == 0
+        for visible, device in (("0,1", "cuda:1"), ("1", "cuda"), (f"GPU-{second.uuid[:8]}", "cuda:0")):
+            with gpu_engine(
+                fake_cuda,
+                model,
+                runtime_dir,
+                device=device,
+                mode="require",
+                environment={"CUDA_VISIBLE_DEVICES": visible},
+            ) as engine:
+                assert engine.answer()["source"] == "daemon"
+                assert engine.ask("differing") == []
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda:0", mode="require") as engine:
+            assert engine.error()["code"] == "daemon_absent"
+
+
+def test_a_socket_of_another_gpu_is_a_mismatch_that_names_the_device(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    first, second = FakeDevice(), FakeDevice()
+    fake_cuda.plug(first, second)
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        os.link(place_of(first, runtime_dir).socket_path, place_of(second, runtime_dir).socket_path)
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda:1") as engine:
+            error = engine.error()
+        assert error["code"] == "config_mismatch"
+        assert f"device: daemon has 'gpu-{first.uuid}'" in str(error["found"])
+        os.unlink(place_of(second, runtime_dir).socket_path)
+
+
+def test_a_full_gpu_is_an_error_that_says_who_holds_it(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    fake_cuda.plug(FakeDevice(nbytes=GRANULARITY // 2))
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        report = served.wait_until("failed")
+        assert "insufficient_memory" in str(report.last_error) or "no room" in str(report.last_error)
+        assert "MiB free; held by" in str(report.last_error)
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            assert engine.error()["code"] == "daemon_failed"
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemcpyHtoDAsync_v2"])
+def test_a_driver_that_fails_while_loading_is_reported_and_leaves_nothing(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, call: str
+) -> None:
+    fake_cuda.fail((call, "*", UNKNOWN), (call.removesuffix("_v2"), "*", UNKNOWN))
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        report = served.wait_until("failed")
+        assert call.removesuffix("_v2") in str(report.last_error)
+        assert fake_cuda.used_nbytes() == 0
+    assert fake_cuda.contexts() == []
+
+
+def test_an_engine_whose_driver_fails_has_an_error_and_the_daemon_goes_on(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_until("ready")
+        for call in ("cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"):
+            with gpu_engine(
+                fake_cuda, model, runtime_dir, device="cuda", environment={"FAKECUDA_FAIL": f"{call} * {UNKNOWN}"}
+            ) as engine:
+                error = engine.error()
+                assert (error["code"], call in str(error)) == ("device_failed", True)
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            assert engine.answer()["source"] == "daemon"
+        assert served.report().lease_count == 0
+
+
+def test_a_load_that_fails_for_a_moment_is_tried_again_in_other_memory(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    fake_cuda.fail(("cuMemHostAlloc", "*", OUT_OF_MEMORY))
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        served.wait_logged("loading again")
+        fake_cuda.fail()
+        report = served.wait_until("ready")
+        assert fake_cuda.used_nbytes() == report.resident_nbytes
+
+
+def test_a_killed_worker_leaves_no_memory_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, "--log-level", "debug") as served:
+        os.kill(served.wait_logged("child started", child="worker")["child_pid"], signal.SIGKILL)
+        served.wait_logged("loading again")
+        report = served.wait_until("ready")
+        assert fake_cuda.used_nbytes() == report.resident_nbytes
+
+
+def test_weights_that_are_given_up_are_gone_from_the_gpu_and_the_socket_with_them(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
+        served.wait_until("ready")
+        assert cli.main(["release", "--runtime-dir", str(runtime_dir)]) == 0
+        assert fake_cuda.used_nbytes() == 0
+        assert not served.place.socket_path.exists()
+        assert served.process.wait(60) == 0
+
+
+def test_a_driver_that_fails_at_adoption_costs_no_kept_weights(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
+        first = served.wait_until("ready")
+        fake_cuda.fail(("cuInit", "*", UNKNOWN))
+        seen = len(served.log.lines)
+        served.kill_keeper()
+        served.wait_logged("state", state="failed", first=seen)
+        assert fake_cuda.used_nbytes() == first.resident_nbytes
+        fake_cuda.fail()
+        seen = len(served.log.lines)
+        served.kill_keeper()
+        assert served.wait_ready_again(seen).generation == first.generation
+
+
+def test_a_segment_that_came_back_as_something_else_is_not_adopted(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
+        first = served.wait_until("ready")
+        fake_cuda.fail(("cuMemImportFromShareableHandle", "*", INVALID_VALUE))
+        seen = len(served.log.lines)
+        served.kill_keeper()
+        served.wait_logged("not adopted", first=seen)
+        fake_cuda.fail()  # long before the worker comes to its segment: it has to start first
+        again = served.wait_ready_again(seen)
+        assert again.generation != first.generation
+        assert again.adoption_refusals == {"transfer": 1}
+        assert fake_cuda.used_nbytes() == again.resident_nbytes
+
+
+def test_what_only_a_name_tells_of_takes_the_place_of_no_segment(fake_cuda: FakeCuda) -> None:
+    generation = "1" * 32
+    kept = [
+        host.allocate(1, name=names.manifest_name(generation)),
+        host.allocate(1, name=names.segment_name(generation, 0)),
+    ]
+    devices = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) for _ in range(4)]
+    called = [f"g{generation}.{part}" for part in ("s0", "s1", "s1", "m")]
+    fds = [*devices[:2], *kept, *devices[2:]]
+    holdings = Holdings.of(
+        HandedOver((*called[:2], f"g{generation}.m", f"g{generation}.s0", *called[2:]), OwnedFds(fds))
+    )
+    parts = holdings.generations[generation]
+    assert parts.problem is None
+    assert parts.segments == {0: kept[1], 1: devices[1]}
+    assert [fd for _, fd in holdings.strangers] == [devices[0], devices[2], devices[3]]
+    holdings.close()
+
+
+def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    fake_cuda.plug(FakeDevice(), FakeDevice())
+    words = ["up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+    words += ["--device", "cuda", "--cache-dir", str(runtime_dir / "digests")]
+    process = subprocess.Popen(
+        [*REAL, *words],
+        cwd=ROOT,
+        env={**os.environ, **fake_cuda.environment},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        places = [place_of(device, runtime_dir) for device in fake_cuda.devices]
+        wait(lambda: places, allowed=AllowList(), deadline=Deadline.after(60))
+        assert all(fake_cuda.used_nbytes(device.uuid) > 0 for device in fake_cuda.devices)
+        verify = [*REAL, "verify", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+        verify += ["--device", "cuda", "--json"]
+        answer = subprocess.run(verify, cwd=ROOT, env={**os.environ, **fake_cuda.environment}, stdout=subprocess.PIPE)
+        assert answer.returncode == 0
+        assert [rank["rank"] for rank in json.loads(answer.stdout)["ranks"]] == ["tp0of2", "tp1of2"]
+        versions = set()
+        for rank in range(2):
+            with gpu_engine(
+                fake_cuda, model, runtime_dir, device=f"cuda:{rank}", layout="fused", tp_size=2, tp_rank=rank
+            ) as engine:
+                versions.add(engine.answer()["version"])
+        assert len(versions) == 1
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_up_puts_no_two_ranks_on_one_gpu(
+    cuda_here: CudaHere, model: Path, runtime_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
+    assert cli.main([*words, "--device", "cuda:0"]) == USAGE_EXIT
+    assert "ranks 0 and 1 would be at one place" in capsys.readouterr().err
+    assert cli.main([*words, "--device", "cuda"]) == USAGE_EXIT
+    assert "does not see the device" in capsys.readouterr().err
+
+
+def test_a_snapshot_of_host_memory_is_loaded_onto_a_gpu(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    saved = ["snapshot", "save", str(model), str(tmp_path), "--mode", "off", "--runtime-dir", str(runtime_dir)]
+    assert cli.main([*saved, "--cache-dir", str(tmp_path / "digests")]) == 0
+    with gpu_daemon(fake_cuda, model, runtime_dir, "--snapshot", str(tmp_path)) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            assert engine.ask("digests") == digests_from_disk(model)
+
+
+def test_the_keepers_way_to_a_gpu_imports_neither_torch_nor_numpy(fake_cuda: FakeCuda) -> None:
+    program = (
+        "import os, sys\n"
+        "from weightcached.protocol.memory.cuda_vmm import CudaVmm\n"
+        f"kind = CudaVmm({fake_cuda.devices[0].uuid!r})\n"
+        "kind.admit(1)\n"
+        "fd = kind.allocate(1, name='test')\n"
+        "kind.verify(fd, nbytes=1, what='it')\n"
+        "os.close(fd)\n"
+        "print({'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **fake_cuda.environment}, capture_output=True, text=True
+    )
+    assert (answer.stdout, answer.stderr) == ("set()\n", "")
+
+
+def test_without_a_daemon_the_disk_fills_memory_of_the_engines_own(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    expected = digests_from_disk(model)
+    with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+        attached = engine.answer()
+        assert attached["source"] == "disk"
+        assert engine.ask("digests") == expected
+        assert fake_cuda.used_nbytes() == attached["resident_bytes"]
+    assert fake_cuda.used_nbytes() == 0
+
+
+def test_a_gpu_that_is_not_there_is_said_at_the_start(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    served = start(model, runtime_dir, "--device", "cuda:7", environment=fake_cuda.environment)
+    assert served.process.wait(60) == 1
+    served.log.join()
+    assert "does not see the device" in served.log.lines[-1]

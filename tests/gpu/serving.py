@@ -1,0 +1,219 @@
+"""Rows about the whole: a daemon on the device, and engines that have their weights from it.
+
+In a rehearsal this process's torch has no CUDA: the step from an address to a tensor makes a host tensor there, of the
+fake device's memory, which the host can address.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.benchmarks.checkpoints import many_tensors
+from tests.gpu.filling import decoder
+from tests.gpu.row import GIB, Row, Setting, Skipped, folder_of, require, torch_with_cuda
+from tests.gpu.torch_ipc import seconds_to_share
+from tests.support.daemons import Daemon, daemon, supervised_daemon
+from weightcached.client import attach, segments
+from weightcached.client.weights import WeightSet
+from weightcached.protocol.memory.cuda import nvml
+from weightcached.protocol.places import Place
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = (GIB // 10, GIB, 10 * GIB)
+TENSORS = 1000
+TARGET_S = 0.020
+TARGET_RATIO = 20
+TIMES = 5
+SETTLED_S = 2.1
+"""Receipts of younger files prove nothing, and an attach would wait for their digest."""
+SETTLES_S = 10.0
+BEFORE_THE_KILL = AFTER_IT = 50
+"""Matrix products."""
+
+
+def outlives_its_keeper(setting: Setting) -> str:
+    """kill -9 of the keeper while an engine computes: every product is right, the restarted keeper adopts, and a later
+    engine is given the same.
+    """
+    import torch
+
+    model = decoder(setting, "kept", GIB)
+    before = nvml.memory(setting.uuid).used_nbytes
+    with _served(setting, model, supervised=True) as served:
+        report = served.report()
+        require(report.memory == "cuda-vmm", f"memory kind {report.memory}, not cuda-vmm")
+        beyond = _settled(lambda: nvml.memory(setting.uuid).used_nbytes - before - report.resident_nbytes)
+        require(beyond <= setting.spare_nbytes, f"{beyond} bytes are used beyond the weights")
+        holders = {holder.pid for holder in nvml.holders(setting.uuid)}
+        require(report.pid not in holders, "the keeper has a context: NVML lists it")
+        with _attached(setting, model, served.place.runtime_dir) as weights:
+            matrix = max(weights.values(), key=torch.Tensor.numel)
+            operand = torch.ones(matrix.shape[1], 8, dtype=matrix.dtype, device=matrix.device)
+            expected = matrix @ operand
+            wrong = sum(not torch.equal(matrix @ operand, expected) for _ in range(BEFORE_THE_KILL))
+            seen = len(served.log.lines)
+            killed = threading.Thread(target=served.kill_keeper)
+            killed.start()
+            started_s = time.perf_counter()
+            wrong += sum(not torch.equal(matrix @ operand, expected) for _ in range(AFTER_IT))
+            killed.join()
+            again = served.wait_ready_again(seen)
+            seconds = time.perf_counter() - started_s
+            wrong += sum(not torch.equal(matrix @ operand, expected) for _ in range(AFTER_IT))
+            require(wrong == 0, f"{wrong} products came out other than before")
+            require(again.generation == report.generation, "the restarted keeper serves another generation")
+            require(again.bytes_read == 0, f"the restarted keeper read {again.bytes_read} bytes anew")
+            with _attached(setting, model, served.place.runtime_dir) as late:
+                require(late.generation == weights.generation, "an engine that came later has another generation")
+                require(late.differing() == [], f"rows differ from their digests: {late.differing()[:3]}")
+    return (
+        f"{BEFORE_THE_KILL + 2 * AFTER_IT} products right, adopted after {seconds:.2f} s with no byte read, every row "
+        f"has its digest; used beyond the {report.resident_nbytes} bytes of weights: {beyond}"
+    )
+
+
+def attach_time(setting: Setting) -> str:
+    """From ``attach`` to a thousand tensors in a process that has torch and a context already; medians."""
+    figures, slowest_s = [], 0.0
+    for size in SIZES:
+        directory = folder_of(setting, f"attach-{size}") / "model"
+        written = many_tensors(directory, count=TENSORS, nbytes=setting.nbytes(size))
+        time.sleep(SETTLED_S)
+        with _served(setting, directory) as served:
+            seconds = []
+            for _ in range(TIMES + 1):
+                started_s = time.perf_counter()
+                with _attached(setting, directory, served.place.runtime_dir) as weights:
+                    made = weights.values()
+                    seconds.append(time.perf_counter() - started_s)
+                    require(len(made) == TENSORS, f"{len(made)} tensors")
+                    del made
+        median_s = statistics.median(seconds[1:])  # the first imports torch
+        slowest_s = max(slowest_s, median_s)
+        figures.append(f"{written.nbytes / GIB:.1f} GiB: {median_s * 1e3:.1f} ms")
+    figures.append(setting.judge(slowest_s <= TARGET_S, f"{TARGET_S * 1e3:.0f} ms at most"))
+    try:
+        torch_with_cuda()
+    except Skipped as reason:
+        figures.append(f"not compared with torch's own sharing: {reason}")
+    else:
+        theirs_s = seconds_to_share(TENSORS, nbytes=GIB)
+        figures.append(f"torch's own, tensor by tensor: {theirs_s * 1e3:.0f} ms")
+        figures.append(setting.judge(theirs_s >= TARGET_RATIO * slowest_s, f"at least {TARGET_RATIO} times faster"))
+    return "; ".join(figures)
+
+
+def graph(setting: Setting) -> str:
+    """A captured CUDA graph over the weights is replayed after they were unmapped and mapped again where they were."""
+    torch_with_cuda()
+    import torch
+
+    model = decoder(setting, "graph", GIB)
+    with (
+        _served(setting, model) as served,
+        _attached(setting, model, served.place.runtime_dir) as weights,
+    ):
+        matrix = max(weights.values(), key=torch.Tensor.numel)
+        operand = torch.ones(matrix.shape[1], 8, dtype=matrix.dtype, device=matrix.device)
+        expected = (matrix @ operand).clone()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            product = matrix @ operand
+        address = matrix.data_ptr()
+        for _ in range(2):
+            product.zero_()
+            torch.cuda.synchronize()
+            weights.unmap()
+            weights.remap()
+            require(matrix.data_ptr() == address, "the addresses changed")
+            captured.replay()
+            torch.cuda.synchronize()
+            require(torch.equal(product, expected), "the replayed graph came to another result")
+        del captured, product
+    return f"replayed twice over {weights.resident_bytes} bytes that were unmapped and mapped again"
+
+
+def same_tokens(setting: Setting) -> str:
+    """Transformers generates from disk and from the cache, greedily."""
+    try:
+        import transformers
+    except ImportError:
+        raise Skipped("transformers is not installed") from None
+    if not setting.rehearsal:
+        torch_with_cuda()
+    import torch
+
+    from weightcached.client.transformers.loading import binding_to
+
+    where = "cpu" if setting.rehearsal else "cuda"
+    model = decoder(setting, "tokens", GIB)
+    prompt = torch.arange(1, 17, device=where).reshape(1, 16)
+
+    def tokens(made: torch.nn.Module) -> list[int]:
+        generated = made.to(where).eval().generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+        found: list[int] = generated[0].tolist()
+        return found
+
+    from_disk = tokens(transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto"))
+    with (
+        _served(setting, model) as served,
+        _attached(setting, model, served.place.runtime_dir) as weights,
+    ):
+        with binding_to(weights):
+            made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        shared = {tensor.data_ptr() for tensor in weights.values()}
+        own = [name for name, parameter in made.named_parameters() if parameter.data_ptr() not in shared]
+        require(own == [], f"parameters that are not the shared ones: {own[:3]}")
+        from_cache = tokens(made)
+        still = [name for name, parameter in made.named_parameters() if parameter.data_ptr() not in shared]
+        require(still == [], f"parameters were copied on the way to the device: {still[:3]}")
+        del made
+    require(from_cache == from_disk, f"other tokens: {from_disk[16:24]} from disk, {from_cache[16:24]} from the cache")
+    return f"{len(from_disk) - 16} tokens, the same"
+
+
+@contextmanager
+def _served(setting: Setting, model: Path, *, supervised: bool = False) -> Iterator[Daemon]:
+    """A daemon that is ready."""
+    runtime_dir = folder_of(setting, "run") / "run"
+    maker = supervised_daemon if supervised else daemon
+    with maker(model, runtime_dir, "--device", f"cuda:{setting.uuid}") as served:
+        served.place = Place(runtime_dir, "default", f"gpu-{setting.uuid}")
+        served.wait_until("ready")
+        yield served
+
+
+@contextmanager
+def _attached(setting: Setting, model: Path, runtime_dir: Path) -> Iterator[WeightSet]:
+    if setting.rehearsal:
+        from tests.support.gpu_engine import _host_tensor
+
+        segments.device_tensor = _host_tensor
+    device = f"cuda:{setting.uuid}"
+    with attach(model, mode="require", device=device, runtime_dir=runtime_dir, timeout_s=60) as weights:
+        yield weights
+
+
+def _settled(measure: Callable[[], int]) -> int:
+    """``measure()`` when it is 0, or what it is after a while: a worker that ended takes some time to be gone."""
+    until_s = time.monotonic() + SETTLES_S
+    while (found := measure()) != 0 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return found
+
+
+ROWS = (
+    Row("kept", "weights outlive their keeper, and a computation does not notice", outlives_its_keeper, 90),
+    Row("attach", "attaching takes milliseconds, whatever the size", attach_time, 150),
+    Row("graph", "a captured graph replays right after sleep and wake", graph, 60),
+    Row("tokens", "Transformers generates the same from disk and from the cache", same_tokens, 90),
+)

@@ -1,0 +1,113 @@
+"""The check of a real GPU, rehearsed: each row against the driver that needs no GPU, and each kind of failure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import runner
+from tests.gpu.row import Outcome, Row, Setting, run
+from tests.support.fakecuda import FakeDevice
+from weightcached.protocol.memory.cuda import devices, physical
+
+CHECK = Path(__file__).with_name("check.py")
+SLOW = {"kept", "attach", "tokens"}
+
+
+def checked(fake_cuda, *arguments, **variables):
+    """The command's (exit status, {row: (verdict, what it said)}), and all it wrote."""
+    environment = {**os.environ, **fake_cuda.environment, "PROBE_SETTLING_S": "1", **variables}
+    command = [sys.executable, str(CHECK), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    lines = ended.stdout.splitlines()
+    verdicts = {
+        line.split()[1]: (line.split()[0], said.strip())
+        for line, said in itertools.pairwise(lines)
+        if line.startswith(("PASS ", "FAIL ", "SKIPPED "))
+    }
+    return ended.returncode, verdicts, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(row.name, marks=[pytest.mark.slow] * (row.name in SLOW)) for row in runner.ROWS]
+)
+def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
+    status, verdicts, written = checked(fake_cuda, "--row", name)
+    assert status == 0, written
+    verdict, said = verdicts[name]
+    if name == "graph":
+        assert verdict == "SKIPPED"
+        assert "has no CUDA" in said
+    else:
+        assert verdict == "PASS"
+        assert said
+    assert "REHEARSED against a fake driver" in written
+    assert not runner.RESULTS.exists() or "Fake GPU" not in runner.RESULTS.read_text()
+
+
+@pytest.mark.parametrize(
+    ("worse", "name"), [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe")]
+)
+def test_a_device_that_does_not_keep_its_promises_fails_the_row(fake_cuda, worse, name):
+    fake_cuda.worsen(worse)
+    status, verdicts, written = checked(fake_cuda, "--row", name)
+    assert status == 1, written
+    assert verdicts[name][0] == "FAIL"
+
+
+def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda):
+    status, verdicts, _ = checked(fake_cuda, "--row", "bytes", "--row", "map", FAKECUDA_FAIL="cuMemcpyHtoDAsync 40 999")
+    assert status == 1
+    assert verdicts["bytes"][0] == "FAIL"
+    assert "cuMemcpyHtoDAsync" in verdicts["bytes"][1]
+    assert verdicts["map"][0] == "PASS"
+
+
+def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
+    held = []
+
+    def leaves_some(row, setting):
+        device = devices.find(None)
+        held.append(physical.allocate(physical.granularity(device), device=device))
+        return Outcome(row.name, row.claim, "PASS", "all well")
+
+    monkeypatch.setattr(runner, "run", leaves_some)
+    monkeypatch.setattr(runner, "SETTLES_S", 0.0)
+    setting = Setting(cuda_here.fake.devices[0].uuid, "", rehearsal=True, alone=False)
+    outcome = runner._accounted(Row("any", "claims something", lambda _: ""), setting)
+    held.pop().close()
+    assert outcome.verdict == "FAIL"
+    assert "stay used" in outcome.said
+    assert "all well" in outcome.said
+
+
+def test_a_row_that_does_not_end_is_killed_and_has_failed(fake_cuda):
+    never = Row("map", "never ends", lambda _: "", deadline_s=0.01)
+    outcome = run(never, Setting(fake_cuda.devices[0].uuid, "", rehearsal=True, alone=False))
+    assert outcome.verdict == "FAIL"
+    assert "not done after" in outcome.said
+
+
+def test_of_several_devices_the_one_that_is_named_is_checked(fake_cuda):
+    fake_cuda.plug(FakeDevice(), other := FakeDevice(name="Other GPU"))
+    status, _, written = checked(fake_cuda, "--row", "map", "--device", other.uuid)
+    assert status == 0, written
+    assert "Other GPU" in written
+
+
+def test_without_a_device_there_is_nothing_to_check(fake_cuda):
+    fake_cuda.plug()
+    status, verdicts, written = checked(fake_cuda)
+    assert (status, verdicts) == (2, {})
+    assert "there is no device to check" in written
+
+
+def test_packages_that_are_missing_are_named(tmp_path):
+    ended = subprocess.run([sys.executable, "-S", str(CHECK)], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "cuda-bindings" in ended.stderr

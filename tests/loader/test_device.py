@@ -1,0 +1,224 @@
+"""Filling a device's segment, against a driver that copies as late as a device may: a room used again too early, or
+digested other than it was copied, shows in the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+
+import pytest
+import xxhash
+
+from tests.support import device_memory as memory
+from tests.support import expert_models
+from tests.support.checkpoints import RawTensor, make_checkpoint, raw_tensor, tiny_llama, write_checkpoint
+from tests.support.execution import segment_of
+from tests.support.fakecuda import OUT_OF_MEMORY, UNKNOWN
+from tests.support.resources import nothing_left_behind
+from weightcached.loader import device, pipeline
+from weightcached.loader.boxes import Box, whole
+from weightcached.loader.checkpoint import open_checkpoint
+from weightcached.loader.device import ROOMS, DeviceSegment
+from weightcached.loader.execute import execute
+from weightcached.loader.layout import Placed, Placement
+from weightcached.loader.planned import Copy, PlannedParameter
+from weightcached.protocol.config import build_config
+from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, TruncatedFile, UnusableValue
+
+
+def filled(placement, files, **options):
+    """Execute into memory of the device that was full of something else; (executed, all of its bytes)."""
+    with memory.mapped(None, placement.segment_nbytes) as mapped:
+        memory.write(mapped.address, b"\xa5" * mapped.nbytes)
+        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        executed = execute(placement, files, segment, **options)
+        return executed, memory.read(mapped.address, mapped.nbytes)
+
+
+def on_host(placement, files, **options):
+    """The same in host memory, which nobody has written to."""
+    with segment_of(placement.segment_nbytes, filled_with=b"\0") as segment:
+        executed = execute(placement, files, segment, **options)
+        with open(f"/proc/self/fd/{segment}", "rb", buffering=0) as file:
+            return executed, file.read()
+
+
+def same_on_both(placement, files, **options):
+    """Every byte and digest of the device's segment is the host's; gaps and the rest of its last page are zeros."""
+    executed, found = filled(placement, files, **options)
+    wanted_executed, wanted = on_host(placement, files, **options)
+    assert found[: len(wanted)] == wanted
+    assert not any(found[len(wanted) :])
+    assert executed.digests == wanted_executed.digests
+    assert executed.traffic == wanted_executed.traffic
+    for placed in placement.placed:
+        data = found[placed.offset : placed.offset + placed.nbytes]
+        assert executed.digests[placed.parameter.name] == xxhash.xxh3_128(data).digest()
+
+
+WAYS = [
+    {"layout": "hf"},
+    {"tp_size": 2, "tp_rank": 1},
+    {"dtype": "float16"},
+    {"dtype": "float32"},
+    {"quantization": "fp8"},
+    {"quantization": "fp8-tensor"},
+    {"quantization": "fp8-block=8x8", "tp_size": 2, "tp_rank": 0},
+    {"quantization": "int8"},
+    {"quantization": "int4=8", "tp_size": 2, "tp_rank": 1},
+    {"quantization": "int4-asym=8"},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize(("slab_nbytes", "threads"), [(8 << 20, 2), (1000, 4), (300, 1)])
+def test_every_byte_and_digest_is_that_of_a_load_into_host_memory(tmp_path, cuda_here, options, slab_nbytes, threads):
+    """Plain, strided, cast, quantized slab by slab and held until measured; slabs few and many, rings used again."""
+    directory = tiny_llama(tmp_path, intermediate_size=80, tie_word_embeddings=True)
+    config = build_config(directory, **{"layout": "fused", "tp_size": 1, "tp_rank": 0} | options)
+    with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        same_on_both(placement, checkpoint.files, slab_nbytes=slab_nbytes, threads=threads)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "phi3"])
+def test_stacked_experts_and_fused_parts_are_the_same_on_both(tmp_path, cuda_here, case):
+    directory = make_checkpoint(tmp_path / case, case)
+    config = build_config(directory, layout="fused", tp_size=2, tp_rank=1)
+    with open_checkpoint(directory) as checkpoint:
+        same_on_both(pipeline.prepare(checkpoint, config).placement, checkpoint.files, slab_nbytes=700, threads=3)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8-tensor", "int4=8"])
+def test_transposed_matrices_that_are_larger_than_a_room_go_piece_by_piece(tmp_path, cuda_here, quantization):
+    """A matrix that is transposed is one slab, however large: it is read elsewhere and written through one room."""
+    config = expert_models.config_of("gpt_oss", num_hidden_layers=1)
+    directory = expert_models.write(tmp_path, config)
+    wanted = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization=quantization)
+    with open_checkpoint(directory) as checkpoint:
+        same_on_both(pipeline.prepare(checkpoint, wanted).placement, checkpoint.files, slab_nbytes=512, threads=3)
+
+
+def test_scalars_empty_tensors_and_all_padding(tmp_path, cuda_here):
+    tensors = {"s": raw_tensor("s", (), "F32"), "e": RawTensor("F32", (0, 3), b"")}
+    directory = write_checkpoint(tmp_path, {"architectures": ["Any"]}, {"model.safetensors": tensors})
+    with open_checkpoint(directory) as checkpoint:
+        made = (
+            PlannedParameter("s", (), "float32", "float32", (Copy(checkpoint.tensors["s"], whole(()), whole(())),)),
+            PlannedParameter("e", (0, 3), "float32", None, ()),
+            PlannedParameter("z", (700, 5), "int64", None, (), zeros=(Box((0, 0), (700, 5)),)),
+        )
+        placement = Placement((Placed(made[0], 0, 4), Placed(made[1], 256, 0), Placed(made[2], 256, 28000)), 28416)
+        same_on_both(placement, checkpoint.files, slab_nbytes=4096)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """(checkpoint, placement) of some MiB, so that there are several slabs and threads."""
+    directory = tiny_llama(tmp_path, hidden_size=256, vocab_size=8192)
+    with open_checkpoint(directory) as checkpoint:
+        config = build_config(directory, layout="fused", tp_size=1, tp_rank=0)
+        yield checkpoint, pipeline.prepare(checkpoint, config).placement
+
+
+def test_pinned_memory_is_bounded_by_the_rings_and_the_device_holds_the_segment_alone(opened, cuda_here):
+    checkpoint, placement = opened
+    with memory.mapped(None, placement.segment_nbytes) as mapped:
+        used = []
+        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+
+        def look(_done, _total):
+            used.append(cuda_here.fake.used_nbytes())
+
+        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=3, progress=look)
+        assert set(used) == {mapped.nbytes}
+    assert str(segment).startswith("staging: 1 MiB")  # 3 threads, 4 rooms of 64 KiB each: 0.75
+    assert cuda_here.fake.calls().count("cuMemHostAlloc") <= 2 + 3 * (ROOMS + 1)
+
+
+# What a load asks the driver for, and which of its calls of each kind fails.
+FAILING = [
+    ("cuMemHostAlloc", 1, OUT_OF_MEMORY, InsufficientMemory, "pin"),
+    ("cuMemHostAlloc", 5, OUT_OF_MEMORY, InsufficientMemory, "pin"),
+    ("cuMemcpyHtoDAsync", 1, UNKNOWN, DeviceFailed, "cuMemcpyHtoDAsync"),
+    ("cuMemcpyHtoDAsync", 30, UNKNOWN, DeviceFailed, "cuMemcpyHtoDAsync"),
+    ("cuMemsetD8Async", 1, UNKNOWN, DeviceFailed, "cuMemsetD8Async"),
+    ("cuStreamCreate", 1, UNKNOWN, DeviceFailed, "cuStreamCreate"),
+    ("cuStreamCreate", 3, UNKNOWN, DeviceFailed, "cuStreamCreate"),
+    ("cuStreamWaitEvent", 2, UNKNOWN, DeviceFailed, "cuStreamWaitEvent"),
+    ("cuEventCreate", 1, UNKNOWN, DeviceFailed, "cuEventCreate"),
+    ("cuEventCreate", 6, UNKNOWN, DeviceFailed, "cuEventCreate"),
+    ("cuEventRecord", 9, UNKNOWN, DeviceFailed, "cuEventRecord"),
+    ("cuEventSynchronize", 3, UNKNOWN, DeviceFailed, "cuEventSynchronize"),
+    ("cuStreamSynchronize", 1, UNKNOWN, DeviceFailed, "cuStreamSynchronize"),
+    ("cuCtxPushCurrent", 2, UNKNOWN, DeviceFailed, "cuCtxPushCurrent"),
+]
+
+
+@pytest.mark.parametrize(("call", "nth", "result", "error", "word"), FAILING, ids=lambda one: str(one))
+def test_a_driver_that_fails_is_an_error_by_name_and_nothing_is_left(opened, cuda_here, call, nth, result, error, word):
+    """One call of one kind fails; every thread ends, all pinned memory, streams and events are given back."""
+    checkpoint, placement = opened
+    with nothing_left_behind(), memory.mapped(None, placement.segment_nbytes) as mapped:
+        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        before = cuda_here.fake.calls().count(call)
+        cuda_here.fake.fail((call, before + nth, result))
+        with pytest.raises(error, match=word):
+            execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=3)
+        cuda_here.fake.fail()
+
+
+def test_a_device_that_is_lost_is_reported_once_and_every_thread_ends(opened, cuda_here, caplog):
+    """A fault in a copy loses the context, and with it every call: the first failure is the one that is raised."""
+    checkpoint, placement = opened
+    threads = threading.active_count()
+    with memory.mapped(None, placement.segment_nbytes) as mapped:
+        fd = mapped.allocation.export()
+    # A lost context takes nothing back in order, the segment's own either.
+    with suppress(DeviceFailed), memory.mapped(None, placement.segment_nbytes, fd=fd, writable=False) as mapped:
+        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        with pytest.raises(DeviceFailed, match="ILLEGAL_ADDRESS") as caught:
+            execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=2)
+    os.close(fd)
+    cuda_here.reset()  # what the context held goes with its process
+    assert "end this process" in str(caught.value)
+    assert "while giving back" in caplog.text
+    assert threading.active_count() == threads
+
+
+def test_a_file_that_becomes_shorter_leaves_nothing_on_the_way(opened, cuda_here):
+    checkpoint, placement = opened
+    last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.offset)
+    with open(checkpoint.directory / last.file, "r+b") as file:
+        file.truncate(last.offset + last.nbytes - 1)
+    with nothing_left_behind(), pytest.raises(TruncatedFile):
+        filled(placement, checkpoint.files, slab_nbytes=64 << 10, threads=4)
+
+
+def test_what_cannot_be_quantized_ends_threads_that_wait_for_rooms(tmp_path, cuda_here):
+    directory = tiny_llama(tmp_path, hidden_size=64)
+    path = directory / "model.safetensors"
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="fp8")
+    with open_checkpoint(directory) as checkpoint:
+        tensor = next(one for name, one in checkpoint.tensors.items() if name.endswith("o_proj.weight"))
+        with open(path, "r+b") as file:
+            file.seek(tensor.offset)
+            file.write(b"\x80\x7f")  # infinity
+        placement = pipeline.prepare(checkpoint, config).placement
+        with nothing_left_behind(), pytest.raises(UnusableValue, match="o_proj"):
+            filled(placement, checkpoint.files, slab_nbytes=300, threads=4)
+
+
+def test_writing_outside_the_segment_is_refused(cuda_here):
+    with memory.mapped(None, 1 << 20) as mapped:
+        segment = DeviceSegment(mapped.context, mapped.address, nbytes=4096)
+        with segment, segment.port(1024) as port:
+            for offset, nbytes in ((-1, 8), (4090, 8)):
+                with pytest.raises(ValueError, match="of a segment of 4096"):
+                    port.lend(offset, nbytes)
+
+
+def test_the_module_names_nothing_of_torch_or_numpy():
+    assert not {"torch", "numpy", "np"} & set(vars(device))

@@ -1,0 +1,55 @@
+"""The probe for a real GPU, rehearsed: it passes where a descriptor keeps the memory, and fails otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROBE = Path(__file__).parents[1] / "gpu" / "probe.py"
+
+
+def probe(fake_cuda) -> subprocess.CompletedProcess[str]:
+    """With as little memory as the fake device has, and without waiting for what does not come."""
+    environment = {**os.environ, **fake_cuda.environment, "PROBE_NBYTES": str(8 << 20), "PROBE_SETTLING_S": "1"}
+    command = [sys.executable, str(PROBE)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def failed_lines(result: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line.partition("  ")[2] for line in result.stdout.splitlines() if line.startswith("FAIL")]
+
+
+def test_it_passes_where_a_descriptor_keeps_the_memory(fake_cuda):
+    result = probe(fake_cuda)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (result.stdout.count("PASS"), failed_lines(result)) == (4, [])
+
+
+def test_it_fails_where_a_read_only_mapping_can_be_written(fake_cuda):
+    fake_cuda.worsen("unprotected")
+    result = probe(fake_cuda)
+    assert result.returncode == 1
+    # The second reader finds what the first has written.
+    assert failed_lines(result)[-1] == "writes through the read-only mapping fail"
+
+
+def test_it_fails_where_memory_dies_with_its_maker(fake_cuda):
+    fake_cuda.worsen("forgetful")
+    result = probe(fake_cuda)
+    assert result.returncode == 1
+    assert [line.partition(":")[0] for line in failed_lines(result)] == [
+        "A's death leaves the memory",
+        "C finds the bytes through a read-only mapping",
+        "writes through the read-only mapping fail",
+        "B lets go",
+    ]
+
+
+def test_it_fails_where_no_memory_is_made(fake_cuda):
+    fake_cuda.fail(("cuMemCreate", 1, 2))
+    result = probe(fake_cuda)
+    assert result.returncode == 1
+    assert failed_lines(result) == ["A made no memory"]
+    assert "cuMemCreate: <CUresult.CUDA_ERROR_OUT_OF_MEMORY: 2>" in result.stderr

@@ -1,0 +1,198 @@
+"""Memory kind ``cuda-vmm`` on a driver that needs no GPU: what each side may do, what is refused, what is left.
+
+Device pointers of that driver are host pointers, so tests look at a mapping's bytes where they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+from tests.support.fakecuda import (
+    DEVICE_NBYTES,
+    GRANULARITY,
+    INVALID_VALUE,
+    OUT_OF_MEMORY,
+    UNKNOWN,
+    CudaHere,
+    FakeDevice,
+)
+from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory, TransferError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory import host
+from weightcached.protocol.memory.cuda_vmm import CudaVmm, DeviceMapping
+
+NBYTES = GRANULARITY + 1000
+IMPORTING = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+
+
+@pytest.fixture
+def kind(cuda_here: CudaHere) -> CudaVmm:
+    return CudaVmm(cuda_here.fake.devices[0].uuid)
+
+
+def segment_with(kind: CudaVmm, data: bytes) -> OwnedFds:
+    """A segment of :data:`NBYTES` that begins with ``data``."""
+    fds = OwnedFds([kind.allocate(NBYTES, name="test")])
+    mapping = kind.map_shared(fds[0], nbytes=NBYTES)
+    ctypes.memmove(mapping.address, data, len(data))
+    mapping.close()
+    return fds
+
+
+def test_what_a_worker_wrote_is_what_engines_read(kind: CudaVmm) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+        fds.close()  # the mapping alone keeps the memory
+        assert ctypes.string_at(mapping.address, 7) == b"weights"
+        assert bytes(mapping.view()[3:7]) == b"ghts"
+        assert len(mapping.view()) == mapping.nbytes == NBYTES
+        assert mapping.resident_nbytes == kind.resident_nbytes(NBYTES) == 2 * GRANULARITY
+        mapping.close()
+
+
+def test_a_descriptor_alone_keeps_the_memory_and_the_last_one_frees_it(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    with segment_with(kind, b"") as fds:
+        fds.append(kind.export(fds[0]))
+        os.close(fds.take(0))
+        assert cuda_here.fake.used_nbytes() == 2 * GRANULARITY
+        assert cuda_here.live() == ""
+        assert not os.get_inheritable(fds[1])
+    assert cuda_here.fake.used_nbytes() == 0
+
+
+def test_a_mapping_nobody_refers_to_any_more_gives_everything_back(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    with segment_with(kind, b"") as fds:
+        mapping: DeviceMapping | None = kind.map_private(fds[0], nbytes=NBYTES)
+    assert "mapped=1" in cuda_here.live()
+    assert mapping is not None
+    del mapping
+    assert cuda_here.live() == ""
+
+
+def test_engines_map_without_leave_to_write(kind: CudaVmm) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+        with open("/proc/self/maps") as maps:
+            [line] = [line for line in maps if line.startswith(f"{mapping.address:x}-")]
+        assert line.split()[1] == "r--s"
+        mapping.close()
+
+
+def test_sleep_and_wake_keep_the_addresses_and_the_bytes(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+    address = mapping.address
+    for _ in range(2):
+        mapping.unmap()
+        mapping.unmap()
+        assert not mapping.mapped
+        assert cuda_here.fake.used_nbytes() == 2 * GRANULARITY
+        with pytest.raises(ValueError, match="unmapped"):
+            mapping.view()
+        mapping.remap()
+        mapping.remap()
+        assert mapping.address == address
+        assert ctypes.string_at(address, 7) == b"weights"
+    mapping.unmap()
+    mapping.close()
+    with pytest.raises(ValueError, match="closed"):
+        mapping.remap()
+
+
+def test_a_wake_that_fails_can_be_tried_again(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+    mapping.unmap()
+    for call in ("cuMemMap", "cuMemSetAccess"):
+        cuda_here.fake.fail((call, "*", UNKNOWN))
+        with pytest.raises(DeviceFailed, match=call):
+            mapping.remap()
+        cuda_here.fake.fail()
+    mapping.remap()
+    assert ctypes.string_at(mapping.address, 7) == b"weights"
+    mapping.close()
+
+
+def test_what_is_no_memory_of_a_device_is_refused_by_name(kind: CudaVmm, tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * NBYTES)
+    read, write = os.pipe()
+    for fd in (host.allocate(NBYTES, name="test"), os.open(tmp_path / "file", os.O_RDWR), read, write):
+        with OwnedFds([fd]) as fds, pytest.raises(TransferError, match="segment 0 is not memory"):
+            kind.verify(fds[0], nbytes=NBYTES, what="segment 0")
+
+
+def test_memory_of_another_size_than_announced_is_not_mapped(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    with segment_with(kind, b"") as fds:
+        kind.verify(fds[0], nbytes=NBYTES, what="segment 0")
+        with pytest.raises(TransferError, match="is not"):
+            kind.map_private(fds[0], nbytes=NBYTES + 4 * GRANULARITY)
+    assert cuda_here.live() == ""
+
+
+def test_memory_of_another_device_is_refused_though_both_are_seen(cuda_here: CudaHere) -> None:
+    ours, other = FakeDevice(), FakeDevice()
+    cuda_here.fake.plug(ours, other)
+    with segment_with(CudaVmm(other.uuid), b"") as fds:
+        with pytest.raises(TransferError, match="another device"):
+            CudaVmm(ours.uuid).verify(fds[0], nbytes=NBYTES, what="segment 0")
+        CudaVmm(other.uuid).verify(fds[0], nbytes=NBYTES, what="segment 0")
+
+
+def test_a_device_that_is_not_seen_is_absent_by_its_uuid(cuda_here: CudaHere) -> None:
+    missing = FakeDevice().uuid
+    with pytest.raises(DeviceAbsent, match=missing):
+        CudaVmm(missing).allocate(NBYTES, name="test")
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemGetAllocationGranularity"])
+def test_allocation_that_fails_leaves_nothing(kind: CudaVmm, cuda_here: CudaHere, call: str) -> None:
+    cuda_here.fake.fail((call, "*", UNKNOWN))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DeviceFailed, match=call):
+        kind.allocate(NBYTES, name="test")
+    assert os.listdir("/proc/self/fd") == before
+    assert (cuda_here.live(), cuda_here.fake.used_nbytes()) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+)
+@pytest.mark.parametrize(("result", "error"), [(INVALID_VALUE, TransferError), (UNKNOWN, DeviceFailed)])
+def test_an_import_that_fails_leaves_nothing_and_says_whose_fault_it_is(
+    kind: CudaVmm, cuda_here: CudaHere, call: str, result: int, error: type[Exception]
+) -> None:
+    with segment_with(kind, b"") as fds:
+        cuda_here.fake.fail((call, "*", result))
+        with pytest.raises(error, match=call):
+            kind.map_private(fds[0], nbytes=NBYTES)
+        assert cuda_here.live() == ""
+
+
+def test_a_full_device_says_how_much_is_free_and_admits_nothing(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    assert kind.admit(NBYTES).free_nbytes == DEVICE_NBYTES
+    with segment_with(kind, b""):
+        assert kind.admit(NBYTES).free_nbytes == DEVICE_NBYTES - 2 * GRANULARITY
+        with pytest.raises(InsufficientMemory, match="60 of 64 MiB free"):
+            kind.admit(DEVICE_NBYTES)
+        with pytest.raises(InsufficientMemory, match="60 of 64 MiB free"):
+            kind.allocate(DEVICE_NBYTES, name="test")
+
+
+def test_without_nvml_allocation_decides(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    cuda_here.fake.fail(("nvmlDeviceGetMemoryInfo", "*", UNKNOWN), ("cuMemCreate", "*", OUT_OF_MEMORY))
+    assert "not known" in kind.admit(NBYTES).source
+    with pytest.raises(InsufficientMemory, match="unknown"):
+        kind.allocate(NBYTES, name="test")
+
+
+def test_torch_is_shown_one_array_of_bytes_that_it_will_take(kind: CudaVmm) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+    shown = mapping.__cuda_array_interface__
+    assert (shown["shape"], shown["typestr"], shown["data"]) == ((NBYTES,), "|u1", (mapping.address, False))
+    mapping.close()
+    with pytest.raises(ValueError, match="closed"):
+        _ = mapping.__cuda_array_interface__
