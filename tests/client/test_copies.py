@@ -1,5 +1,6 @@
 """Weights for an engine that copies: in whose memory they are, in which order they come, what stays of them."""
 
+import copy
 import gc
 
 import pytest
@@ -52,6 +53,15 @@ def test_copies_outlive_the_memory_they_were_made_of(grant: HonestGrant) -> None
         assert kept[name].untyped_storage().nbytes() == len(wanted.data)
         assert raw(kept[name]) == wanted.data
     assert kept["lm_head.weight"].data_ptr() == kept["model.norm.weight"].data_ptr()
+
+
+def test_copies_are_pickled_by_themselves_and_mapped_tensors_with_all_of_their_segment(grant: HonestGrant) -> None:
+    """So the documentation says what to pickle."""
+    with weights_of_grant(grant) as weights:
+        for name, tensor in weights.copies():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            assert copy.deepcopy(tensor).untyped_storage().nbytes() == tensor.nbytes
+            assert copy.deepcopy(weights[name]).untyped_storage().nbytes() == len(grant.segment)
 
 
 def test_reused_memory_is_that_of_the_largest(grant: HonestGrant) -> None:
