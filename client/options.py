@@ -12,8 +12,10 @@ from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.text import one_line
 
-_LONGEST_TIMEOUT_S = 24 * 24 * 3600.0
+LONGEST_TIMEOUT_S = 24 * 24 * 3600.0
 """About what poll() can wait, whose milliseconds have 32 bits."""
+_SHORTEST_HEARTBEAT_S = 0.01
+"""Less would be all that an engine's processor does."""
 _LONGEST_HEARTBEAT_S = 24 * 3600.0
 _WANT_MAX_CHARACTERS = 1024
 
@@ -39,13 +41,14 @@ def checked_digest(digest: str | None, want: str) -> str | None:
 def checked_seconds(what: str, seconds: float) -> float:
     if math.isnan(seconds) or seconds < 0:
         raise InvalidOption(f"unusable {what}", expected="seconds, 0 or more", found=seconds)
-    return min(seconds, _LONGEST_TIMEOUT_S)
+    return min(seconds, LONGEST_TIMEOUT_S)
 
 
 def checked_heartbeat(seconds: float) -> float:
     """A heartbeat cannot be left out: without one a daemon that hangs would never be noticed."""
-    if not 0 < seconds <= _LONGEST_HEARTBEAT_S:
-        raise InvalidOption("unusable heartbeat_s", expected="more than 0 seconds, at most a day", found=seconds)
+    if not _SHORTEST_HEARTBEAT_S <= seconds <= _LONGEST_HEARTBEAT_S:
+        expected = f"at least {_SHORTEST_HEARTBEAT_S:g} seconds, at most a day"
+        raise InvalidOption("unusable heartbeat_s", expected=expected, found=seconds)
     return seconds
 
 

@@ -43,7 +43,7 @@ def tensor_of(segment: SegmentMapping) -> torch.Tensor:
     import torch
 
     if not segment.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # said outright: engines build with another default
     if isinstance(segment, host.Mapping):
         return torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
     return device_tensor(on_device(segment))

@@ -36,6 +36,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     has to be written (``bind`` does, for buffers). They stay valid for as long as they are referred to, also after
     :meth:`close` and after the daemon is gone. Without :meth:`close` the lease lives as long as the process, whether or
     not the set is still referred to.
+
+    The tensors of a segment share one storage, all of it, and torch pickles and deep-copies storages: ``pickle`` writes
+    the segment once for each tensor, ``torch.save`` once, ``copy.deepcopy`` of a tensor copies all of it. Clone what is
+    to be kept (``{name: tensor.clone() …}``, or :meth:`copies`), or save with safetensors.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightcached.daemon.refusals import error_from
-from weightcached.protocol.errors import ContractError
+from weightcached.protocol.errors import ContractError, WeightCacheError
 from weightcached.protocol.processes import python_command
 
 TAIL_LINES = 20
@@ -69,10 +69,10 @@ class Child:
             self.tail.append(text)
             log.info("child says", extra={"child": self.name, "child_pid": self.process.pid, "text": text})
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self, *, or_else: type[WeightCacheError] = ContractError) -> dict[str, Any]:
         """Wait for its end and parse the one line of JSON it printed.
 
-        Raises the error it reported, or ContractError when what it printed is no answer.
+        Raises the error it reported, or ``or_else`` when what it printed is no answer.
         """
         stream = self.process.stdout
         if stream is None:
@@ -84,7 +84,7 @@ class Child:
             if not isinstance(document, dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            raise ContractError(
+            raise or_else(
                 f"the {self.name} process ended without an answer",
                 expected="one line of JSON",
                 found=f"{describe_exit(code)}, {output[:200]!r}; last words: {self.last_words}",

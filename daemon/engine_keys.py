@@ -18,6 +18,7 @@ from typing import Any
 from weightcached.daemon.children import Child, parent_arguments
 from weightcached.daemon.options import ServeOptions
 from weightcached.protocol.engine_key import EngineKey
+from weightcached.protocol.errors import EngineFailed
 
 KEY_MODULE = "weightcached.loader.engines.key"
 
@@ -28,13 +29,13 @@ _OF_THE_MANAGER = re.compile(
 
 
 async def ask_for_key(engine: str, options: ServeOptions, model_dir: Path) -> EngineKey:
-    """The key that ``engine`` says it has, for what the options ask for. Raises what its adapter raises, ContractError
-    where the process ends without an answer.
+    """The key that ``engine`` says it has, for what the options ask for. Raises what its adapter raises, EngineFailed
+    where its code ends the process.
     """
     arguments = ["--engine", engine, "--request", json.dumps(_request(options, model_dir)), *parent_arguments()]
-    child = await Child.start("engine key", KEY_MODULE, arguments, answers=True)
+    child = await Child.start(f"key of engine {engine}", KEY_MODULE, arguments, answers=True)
     try:
-        answer = await child.answer()
+        answer = await child.answer(or_else=EngineFailed)
     finally:
         await child.end()
     return EngineKey.of(engine, answer["revision"], answer["entries"])

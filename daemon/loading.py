@@ -281,18 +281,18 @@ class _Worker:
         finally:
             receiving.cancel()
 
-    async def _death(self) -> TransientFailure:
+    async def _death(self) -> TransientFailure | WorkerDied:
+        """What its end without a result is. One that ends as if all were well does so again: that is for good."""
         code = await self.child.end()
         found = describe_exit(code)
         if code == -signal.SIGKILL:
             found += " (the kernel's out-of-memory killer does that; see the kernel's log)"
-        return TransientFailure(
-            WorkerDied(
-                "the worker process ended before it was done",
-                found=f"{found}; last words: {self.child.last_words}",
-                next_step="see the daemon's log for what it wrote",
-            )
+        cause = WorkerDied(
+            "the worker process ended before it was done",
+            found=f"{found}; last words: {self.child.last_words}",
+            next_step="see the daemon's log for what it wrote",
         )
+        return TransientFailure(cause) if code else cause
 
     async def seal(self, memory: OwnedFds, kind: MemoryKind) -> None:
         """Seal every segment. Where a writable mapping is still alive, wait for the worker's exit first."""

@@ -5,6 +5,7 @@ Pure. The entries are the adapter's to say (`engines.py`); here they are only ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class EngineKey:
         """Checked and frozen. Raises EngineFailed for entries that no config can hold: they are the adapter's fault."""
         try:
             plain = thaw(freeze(entries))
+            for entry, value in plain.items():
+                _require_finite(value, entry)
             nbytes = len(canonical_bytes(plain))
             msgpack.packb(plain)
             found = f"{nbytes} bytes, {len(plain)} names: {shown(list(plain)[:8])}"
@@ -48,7 +51,15 @@ class EngineKey:
         if not usable:
             raise EngineFailed(
                 f"the key of engine {name} cannot be used",
-                expected=f"1 to {ENTRIES_MAX} names with JSON values, at most {KEY_MAX_BYTES} bytes in all",
+                expected=f"1 to {ENTRIES_MAX} names with finite JSON values, at most {KEY_MAX_BYTES} bytes in all",
                 found=found[:500],
             )
         return cls(name, revision, freeze(entries))
+
+
+def _require_finite(value: Any, entry: object) -> None:
+    """JSON has no such number, and one that is not a number differs from itself. ValueError names the entry."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{shown(entry)} holds {value}")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_finite(item, entry)

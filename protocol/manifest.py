@@ -19,7 +19,7 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -111,6 +111,9 @@ def extent_nbytes(shape: Sequence[int], stride: Sequence[int], itemsize_bytes: i
     return (last + 1) * itemsize_bytes
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class ManifestMeta(BaseModel):
     """What a manifest says about the generation as a whole."""
 
@@ -126,7 +129,7 @@ class ManifestMeta(BaseModel):
     bytes_read: Count
     bytes_kept: Count
     seconds: dict[str, Seconds]
-    scalars: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
+    scalars: dict[str, bool | int | Finite | str | None] = Field(default_factory=dict)
     """Scalars and flags that post-processing left outside tensors."""
 
 

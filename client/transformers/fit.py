@@ -74,7 +74,7 @@ def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_confi
             expected="a parameter of the same dtype for each tensor",
             found=_listed(cast),
             next_step=f"give the daemon --dtype {_short(load_config.dtype)} and the weight cache the same dtype here, "
-            "or ask Transformers for the dtype that the weights have"
+            "or ask Transformers for the dtype that the weights have; if another thread loads too, let them take turns"
             if plain
             else ENGINE_MADE,
         )

@@ -4,7 +4,7 @@ They are where ``from_pretrained`` asks for a checkpoint's files, and where it r
 else of a load stays Transformers' own: names and their conversion, prefixes of base models, tied and missing weights,
 buffers, the generation config. Knows nothing of daemons: a :class:`Reader` says what happens instead.
 
-Calls of other threads, and those outside a block, go through unchanged.
+Calls of other threads and tasks, and those outside a block, go through unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from weightcached.protocol.errors import UnsupportedModel
+from weightcached.protocol.errors import BindError, UnsupportedModel
 
 FIND = "_get_resolved_checkpoint_files"
 """A function of ``transformers.modeling_utils``: the files of a checkpoint, downloaded where they have to be."""
@@ -40,14 +42,18 @@ class Reader(Protocol):
         """Instead of reading them: ``load`` is the function itself, with the arguments as ``call`` has them by then."""
 
 
-class _Readers(threading.local):
-    """Those of this thread's blocks, the innermost last."""
+@dataclass(eq=False)
+class _Block:
+    reader: Reader
+    thread: int = field(default_factory=threading.get_ident)
+    """Whose block it is: ``asyncio.to_thread`` takes the context along to another one."""
+    ended: bool = False
+    """In a copy of its context, which others have, it may stand for longer than it lasts."""
 
-    def __init__(self) -> None:
-        self.stack: list[Reader] = []
 
+_entered: ContextVar[tuple[_Block, ...]] = ContextVar("weightcached_blocks", default=())
+"""Blocks of this context, the innermost last. Each task of asyncio has a context of its own."""
 
-_readers = _Readers()
 _lock = threading.Lock()
 _blocks = 0
 _undo: Callable[[], None] | None = None
@@ -55,19 +61,41 @@ _undo: Callable[[], None] | None = None
 
 @contextmanager
 def reading(reader: Reader) -> Iterator[None]:
-    """In this block, and by this thread, what Transformers loads is found and read by ``reader``.
+    """In this block, and by this thread and task, what Transformers loads is found and read by ``reader``.
 
-    Raises UnsupportedModel where this release of Transformers has not got these functions.
+    Raises UnsupportedModel where this release of Transformers has not got these functions; BindError at the end of a
+    block that overlaps another one of its thread and task without lying within it (generators, exit stacks).
     """
     _enter()
     try:
-        _readers.stack.append(reader)
+        block = _Block(reader)
+        _entered.set((*_entered.get(), block))
         try:
             yield
         finally:
-            _readers.stack.pop()
+            _end(block)
     finally:
         _leave()
+
+
+def _end(block: _Block) -> None:
+    """Takes out this very block. Where it is not the innermost, loads may have gone to the wrong reader: an error."""
+    block.ended = True
+    blocks = _entered.get()
+    _entered.set(tuple(one for one in blocks if one is not block))
+    if not blocks or blocks[-1] is not block:
+        raise BindError(
+            "a block that takes weights from elsewhere ended while it was not the innermost",
+            expected="blocks of one thread and task that lie within each other",
+            found="a block that began later and has not ended" if block in blocks else "a context other than its own",
+            next_step="leave blocks in the reverse order, where they were entered; keep none open across a yield",
+        )
+
+
+def _reader() -> Reader | None:
+    """Of the innermost block of this thread and task."""
+    here = threading.get_ident()
+    return next((one.reader for one in reversed(_entered.get()) if one.thread == here and not one.ended), None)
 
 
 def _enter() -> None:
@@ -129,11 +157,12 @@ def _finding(original: Callable[..., Found]) -> Callable[..., Found]:
 
     @functools.wraps(original)
     def find(*args: Any, **kwargs: Any) -> Found:
-        if not _readers.stack:
+        reader = _reader()
+        if reader is None:
             return original(*args, **kwargs)
         asked = signature.bind(*args, **kwargs)
         asked.apply_defaults()
-        return _readers.stack[-1].find(asked.arguments, lambda: original(*args, **kwargs))
+        return reader.find(asked.arguments, lambda: original(*args, **kwargs))
 
     return find
 
@@ -143,9 +172,10 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        if not _readers.stack:
+        reader = _reader()
+        if reader is None:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
-        return _readers.stack[-1].load(call, lambda: original(*call.args, **call.kwargs))
+        return reader.load(call, lambda: original(*call.args, **call.kwargs))
 
     return load

@@ -10,7 +10,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weightcached.client.vllm.options import LOAD_FORMAT, LoaderOptions, Mode, parse
+from weightcached.client.vllm.stated import runs_module, stated, words_of
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
@@ -80,7 +80,7 @@ def require_distribution(command: Sequence[str]) -> None:
     InvalidOption with the form that works, where the command is this environment's and the distribution is not there.
     """
     program = shutil.which(command[0])
-    if _is_python(command) or program is None or Path(program).parent != Path(sys.executable).parent:
+    if os.path.basename(command[0]) != "vllm" or program is None or Path(program).parent != Path(sys.executable).parent:
         return
     try:
         importlib.metadata.distribution("vllm")
@@ -110,48 +110,34 @@ def with_cache(command: Sequence[str], options: dict[str, Any]) -> list[str]:
             found=shlex.join(command),
             next_step=f"add to your own command, where vLLM's arguments stand: {shlex.join(added)}",
         )
-    stated = _stated(command, "load-format")
-    if stated not in (None, LOAD_FORMAT):
+    words = words_of(command)
+    load_format = stated(words, "load-format", shortest="loa")
+    if load_format not in (None, LOAD_FORMAT):
         raise InvalidOption(
             "the command has a load format already",
             expected=f"none, or {LOAD_FORMAT}",
-            found=f"--load-format {stated}",
+            found=f"--load-format {load_format}",
             next_step="leave it out, or leave `weightcached launch` out",
         )
-    if _stated(command, "model-loader-extra-config") is not None:
+    if stated(words, "model-loader-extra-config", shortest="model-l") is not None:
         raise InvalidOption(
             "the command has options for the loader already",
             found="--model-loader-extra-config",
             next_step="give all of them to `weightcached launch`, or all of them to the engine",
         )
     end = list(command).index("--") if "--" in command else len(command)
-    return [*command[:end], *(added if stated is None else added[2:]), *command[end:]]
+    return [*command[:end], *(added if load_format is None else added[2:]), *command[end:]]
 
 
 def _understood(command: Sequence[str]) -> bool:
-    if _is_python(command):
-        return "-m" in command and command[command.index("-m") + 1 :][:1] == [_MODULE]
-    return os.path.basename(command[0]) == "vllm" and command[1:2] == ["serve"]
-
-
-def _is_python(command: Sequence[str]) -> bool:
-    return re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) is not None
-
-
-def _stated(command: Sequence[str], option: str) -> str | None:
-    """What ``command`` says for ``--option``, in any way that vLLM takes (``_`` for ``-``, ``=``, ``.key``); the last
-    one counts."""
-    found = None
-    for position, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name.partition(".")[0].replace("_", "-") == f"--{option}":
-            found = value if equals else next(iter(command[position + 1 :]), "")
-    return found
+    if os.path.basename(command[0]) == "vllm":
+        return command[1:2] == ["serve"]
+    return runs_module(command, _MODULE)
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
     """The loader's options that were stated; what was not is left to the loader."""
-    stated = {
+    options = {
         "weight_cache_mode": given.mode,
         "name": given.name,
         "runtime_dir": given.runtime_dir,
@@ -168,7 +154,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         "allow_uids": given.allow_uid or None,
         "allow_gids": given.allow_gid or None,
     }
-    return {key: value for key, value in stated.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _parser() -> Parser:

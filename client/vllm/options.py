@@ -6,15 +6,17 @@ file, daemon or model, and imports neither vLLM nor torch: `weightcached launch`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from weightcached.protocol.errors import InvalidOption
+from weightcached.client.options import LONGEST_TIMEOUT_S, checked_digest, checked_heartbeat, checked_want
+from weightcached.protocol.errors import InvalidOption, WeightCacheError
+from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.frozen import Frozen
-from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.places import DEFAULT_NAME, DEFAULT_RUNTIME_DIR, Place, runtime_directory
 from weightcached.protocol.quantization import Quantization
 from weightcached.protocol.text import shown
 
@@ -22,17 +24,40 @@ LOAD_FORMAT = "weightcached"
 Mode = Literal["off", "client", "require", "daemon"]
 
 
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Any other value than ``check`` takes is an error of its key, so that all of them are told together."""
+
+    def checked(value: Any) -> Any:
+        try:
+            check(value)
+        except WeightCacheError as error:
+            raise ValueError(error.message if error.expected is None else f"expected {error.expected}") from error
+        return value
+
+    return AfterValidator(checked)
+
+
+def _place_name(name: str) -> None:
+    Place(DEFAULT_RUNTIME_DIR, name, "host")
+
+
+_Timeout = Annotated[float, Field(ge=0, le=LONGEST_TIMEOUT_S)]
+_Ids = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32 - 1)], ...], Field(strict=False)]
+
+
 class LoaderOptions(Frozen):
-    """The options of one engine; every worker has the same."""
+    """The options of one engine; every worker has the same. Values are of their types, and never converted."""
+
+    model_config = ConfigDict(strict=True)
 
     weight_cache_mode: Mode = "client"
     """``off``: vLLM's own loader. ``client``: the daemon's weights; vLLM's own loader where no socket is. ``require``:
     the daemon's weights or none. ``daemon``: each worker starts its rank's daemon, which ends with it.
     """
-    name: str = DEFAULT_NAME
-    draft_name: str | None = None
+    name: Annotated[str, _checked(_place_name)] = DEFAULT_NAME
+    draft_name: Annotated[str, _checked(_place_name)] | None = None
     """The name under which a speculative draft model is cached; without one vLLM loads it itself."""
-    runtime_dir: str | None = None
+    runtime_dir: Annotated[str, _checked(runtime_directory)] | None = None
     layout: Literal["fused", "vllm"] = "fused"
     """``fused``: made by this project's tables. ``vllm``: made by vLLM itself, in the daemon's worker (`serve --engine
     vllm`)."""
@@ -40,23 +65,24 @@ class LoaderOptions(Frozen):
     """Of layout ``vllm``: whether the daemon's vLLM has post-processed the weights already (`--weight-cache-stage`)."""
     dtype: Literal["engine", "auto", "bfloat16", "float16", "float32"] = "engine"
     """What the daemon was told. ``engine``: ``auto`` where the checkpoint is in vLLM's dtype, else that dtype."""
-    quantization: str = "none"
-    want: str = "checkpoint"
-    digest: str | None = None
-    timeout_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
-    wait_for_daemon_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    heartbeat_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+    quantization: Annotated[str, _checked(Quantization.named)] = "none"
+    want: Annotated[str, _checked(checked_want)] = "checkpoint"
+    digest: Annotated[str, _checked(lambda digest: checked_digest(digest, "checkpoint"))] | None = None
+    timeout_s: _Timeout = 600.0
+    wait_for_daemon_s: _Timeout = 0.0
+    heartbeat_s: Annotated[float, _checked(checked_heartbeat)] = 5.0
     on_stale: Literal["keep", "exit"] = "keep"
-    cache_dir: str | None = None
-    allow_uids: tuple[int, ...] = ()
-    allow_gids: tuple[int, ...] = ()
-    trusted_filesystems: tuple[str, ...] = ()
+    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    allow_uids: _Ids = ()
+    allow_gids: _Ids = ()
+    trusted_filesystems: Annotated[tuple[Annotated[str, _checked(checked_name)], ...], Field(strict=False)] = ()
 
-    @field_validator("quantization")
+    @field_validator("draft_name")
     @classmethod
-    def _known(cls, spelled: str) -> str:
-        Quantization.named(spelled)  # raises InvalidOption, which names what there is
-        return spelled
+    def _of_its_own(cls, draft_name: str | None, info: ValidationInfo) -> str | None:
+        if draft_name is not None and draft_name == info.data.get("name"):
+            raise ValueError("the draft model needs another name than the model")
+        return draft_name
 
 
 def parse(extra_config: object) -> LoaderOptions:
@@ -75,6 +101,7 @@ def parse(extra_config: object) -> LoaderOptions:
             expected=", ".join(LoaderOptions.model_fields),
             found="; ".join(_problem(one) for one in error.errors()),
         ) from error
+    checked_digest(options.digest, options.want)
     _require_compatible(options)
     return options
 
@@ -118,6 +145,6 @@ def _require_of_vllm(options: LoaderOptions) -> None:
 def _problem(error: Any) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] != "extra_forbidden":
-        return f"{key}: {error['msg']}, not {shown(error['input'])}"
+        return f"{key}: {error['msg'].removeprefix('Value error, ')}, not {shown(error['input'])}"
     near = get_close_matches(key, LoaderOptions.model_fields, n=1)
     return f"{key}: unknown" + (f", did you mean {near[0]}?" if near else "")

@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from weightcached.loader.engines.moving import copy_to, move, place_of
+from weightcached.loader.engines.returned import require_built
 from weightcached.loader.engines.state import PlacedTensor, place_state
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files
@@ -91,7 +92,8 @@ class EngineState:
     def _fill(self, fill: Callable[[], Built], segment: memoryview) -> None:
         move(self._state, segment)
         with engine_errors(self._config.layout):
-            self._built = fill()
+            returned = fill()
+        self._built = require_built(returned, what=f"what fills the state of engine {self._config.layout}")
         self._state = self._state.with_tensors_of(self._built)
 
     def _encode(
@@ -141,10 +143,10 @@ def build_state(
     _require_same_key(engine_key(config.layout, request), config)
     started_s = time.perf_counter()
     with engine_errors(config.layout):
-        built = find_adapter(config.layout).build(request, progress)
+        returned = find_adapter(config.layout).build(request, progress)
     return EngineState(
         config,
-        built,
+        require_built(returned, what=f"the adapter of engine {config.layout}"),
         receipts=before,
         receipts_now=lambda: _receipts(model_dir, also_trusted)[0],
         files_nbytes=files_nbytes,
@@ -178,12 +180,14 @@ def _require_same_key(found: EngineKey, config: CacheConfig) -> None:
 
 @contextmanager
 def engine_errors(name: str) -> Iterator[None]:
-    """Whatever the engine raises in the block becomes an error of ours with its words; its traceback is logged."""
+    """Whatever the engine raises in the block, an interrupt of its own too, becomes an error of ours with its words;
+    its traceback is logged.
+    """
     try:
         yield
     except WeightCacheError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         traceback.print_exception(error)
         words = f"{type(error).__name__}: {error}"
         if _is_of_memory(error):

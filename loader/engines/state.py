@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weightcached.loader.engines.returned import refused, require_named, require_scalars
 from weightcached.loader.layout import aligned
 from weightcached.protocol.dtypes import DTYPES
 from weightcached.protocol.engines import Built, NamedTensor
-from weightcached.protocol.errors import UnsupportedModel
 from weightcached.protocol.manifest import Kind, extent_nbytes
-
-_SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class PlacedState:
             ties = name in before and before[name].alias_of is not None
             forms = [_form(state[name], ties=ties) if name in state else None for state in (before, now)]
             if forms[0] != forms[1]:
-                raise _refused(name, f"the form it had before it was filled: {forms[0]}", str(forms[1]))
+                raise refused(name, f"the form it had before it was filled: {forms[0]}", str(forms[1]))
         return replace(self, placed=tuple(replace(one, tensor=now[one.name].tensor) for one in self.placed))
 
 
@@ -64,18 +62,16 @@ def place_state(built: Built) -> PlacedState:
     """Lay what was built one tensor after the other, each aligned, tied names in one place.
 
     Raises UnsupportedModel naming a tensor that cannot be shared, a name that stands twice, names that share memory in
-    different forms, and a scalar that is none.
+    different forms, and names and scalars that no manifest can hold.
     """
-    for name, scalar in built.scalars.items():
-        if not isinstance(scalar, _SCALARS):
-            raise _refused(name, "a flag, a number or a word", type(scalar).__name__, what="scalar")
+    require_scalars(built.scalars)
     placed: dict[str, PlacedTensor] = {}
     first_of: dict[tuple[object, ...], PlacedTensor] = {}
     end = 0
-    for named in _named_tensors(built):
+    for named in map(require_named, _named_tensors(built)):
         name, tensor = named.name, named.tensor
         if name in placed:
-            raise _refused(name, "a name that no other tensor has", "the name stands twice")
+            raise refused(name, "a name that no other tensor has", "the name stands twice")
         dtype = _checked_dtype(name, tensor)
         place = _identity(tensor)
         target = first_of.get(place)
@@ -110,18 +106,24 @@ def _checked_dtype(name: str, tensor: Any) -> str:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if not isinstance(tensor, torch.Tensor):
-        raise _refused(name, "a torch.Tensor", type(tensor).__name__)
+        raise refused(name, "a torch.Tensor", type(tensor).__name__)
     if is_traceable_wrapper_subclass(tensor):
-        raise _refused(name, "one dense tensor", f"{type(tensor).__name__}, which wraps others")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise _refused(name, "a dense tensor", f"layout {tensor.layout}, dtype {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise _refused(name, "a tensor in host memory", f"device {tensor.device}")
+        raise refused(name, "one dense tensor", f"{type(tensor).__name__}, which wraps others")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        form = "nested" if tensor.is_nested else f"layout {tensor.layout}"
+        raise refused(name, "a dense tensor", f"{form}, dtype {tensor.dtype}")
+    storage = tensor.untyped_storage()
+    if tensor.device.type != "cpu" or storage.device.type != "cpu":
+        raise refused(name, "a tensor in host memory", f"device {tensor.device}, memory on {storage.device}")
     if tensor.is_conj() or tensor.is_neg():
-        raise _refused(name, "elements as they lie in memory", "a conjugate or negated view")
+        raise refused(name, "elements as they lie in memory", "a conjugate or negated view")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise _refused(name, f"a dtype of {', '.join(DTYPES)}", dtype)
+        raise refused(name, f"a dtype of {', '.join(DTYPES)}", dtype)
+    extent = extent_nbytes(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
+    begin = tensor.storage_offset() * tensor.itemsize
+    if extent and begin + extent > storage.nbytes():  # reading it would be a segmentation fault
+        raise refused(name, f"memory for its elements, {begin + extent} bytes", f"{storage.nbytes()} bytes")
     return dtype
 
 
@@ -138,16 +140,7 @@ def _require_apart(places: Iterable[PlacedTensor]) -> None:
     for one in by_address:
         address = int(one.tensor.data_ptr())
         if address < end:
-            raise _refused(
+            raise refused(
                 one.name, "memory of its own, or another name's in the very same form", f"a part of that of {last}"
             )
         end, last = address + one.nbytes, one.name
-
-
-def _refused(name: str, expected: str, found: str, *, what: str = "tensor") -> UnsupportedModel:
-    return UnsupportedModel(
-        f"the engine's {what} {name} cannot be shared",
-        expected=expected,
-        found=found,
-        next_step="let the engine's adapter give another form of it, or configure the engine without it",
-    )

@@ -1,5 +1,6 @@
 """Weights for an engine that copies: in whose memory they are, in which order they come, what stays of them."""
 
+import copy
 import gc
 
 import pytest
@@ -54,6 +55,15 @@ def test_copies_outlive_the_memory_they_were_made_of(grant: HonestGrant) -> None
     assert kept["lm_head.weight"].data_ptr() == kept["model.norm.weight"].data_ptr()
 
 
+def test_copies_are_pickled_by_themselves_and_mapped_tensors_with_all_of_their_segment(grant: HonestGrant) -> None:
+    """So the documentation says what to pickle."""
+    with weights_of_grant(grant) as weights:
+        for name, tensor in weights.copies():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            assert copy.deepcopy(tensor).untyped_storage().nbytes() == tensor.nbytes
+            assert copy.deepcopy(weights[name]).untyped_storage().nbytes() == len(grant.segment)
+
+
 def test_reused_memory_is_that_of_the_largest(grant: HonestGrant) -> None:
     with weights_of_grant(grant) as weights:
         storages = [tensor.untyped_storage() for _, tensor in weights.copies(reuse_memory=True)]
@@ -81,6 +91,14 @@ def test_copies_come_in_the_order_of_the_memory_and_keep_their_strides(config: C
                 assert (tensor.shape, tensor.stride()) == (weights[name].shape, weights[name].stride())
                 assert torch.equal(tensor, weights[name])
             assert seen == ["transposed", "tied", "later", "expanded", "hollow", "second segment"]
+
+
+@REUSE
+def test_copies_lie_in_host_memory_whatever_the_default_device_is(grant: HonestGrant, reuse_memory: bool) -> None:
+    with weights_of_grant(grant) as weights, torch.device("meta"):
+        for name, tensor in weights.copies(reuse_memory=reuse_memory):
+            assert tensor.device.type == "cpu"
+            assert tensor.equal(weights[name])
 
 
 def test_a_closed_set_makes_no_more_copies(grant: HonestGrant) -> None:

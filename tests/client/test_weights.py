@@ -164,6 +164,12 @@ def test_a_segment_without_a_byte(config: CacheConfig) -> None:
         assert weights.resident_bytes == 0
 
 
+def test_tensors_lie_in_host_memory_whatever_the_default_device_is(config: CacheConfig) -> None:
+    rows = [plain_row("hollow", 0, 0, (0, 3), (3, 1), "float32"), plain_row("w", 0, 4, (4,), (1,), "uint8", segment=1)]
+    with weights_of_rows(rows, b"", b"abcd", config=config) as weights, torch.device("meta"):
+        assert {name: tensor.device.type for name, tensor in weights.items()} == {"hollow": "cpu", "w": "cpu"}
+
+
 @pytest.mark.parametrize("count", [1000])
 def test_making_a_thousand_tensors_costs_milliseconds(count: int, config: CacheConfig, opened: Open) -> None:
     """A loose bound, for a regression by an order of magnitude; `make bench` measures."""

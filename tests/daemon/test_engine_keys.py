@@ -1,5 +1,6 @@
 """The receipt of what an engine's key is computed from: whatever may change the key changes it, a new life does not."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.daemon.engine_keys import inputs_of
+from weightcached.daemon.engine_keys import ask_for_key, inputs_of
 from weightcached.daemon.options import ServeOptions, parse_serve
+from weightcached.protocol.errors import EngineFailed
 
 
 def options_of(*arguments: str, rank: int = 0) -> ServeOptions:
@@ -66,3 +68,31 @@ def test_other_options_have_another(model_dir: Path) -> None:
 
 def test_a_directory_that_cannot_be_read_has_none(tmp_path: Path) -> None:
     assert inputs_of(options_of(), tmp_path / "gone") is None
+
+
+ENDS = """
+import os
+class Adapter:
+    name, revision = "toy", 1
+    def key(self, request):
+        {ends}
+    def build(self, request, progress):
+        raise NotImplementedError
+ADAPTER = Adapter()
+"""
+
+
+@pytest.mark.parametrize(("ends", "found"), [("os._exit(3)", "exit status 3"), ("raise KeyboardInterrupt", "SIGINT")])
+def test_an_engine_that_ends_the_process_of_its_key_has_failed_and_is_named(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, found: str
+) -> None:
+    site = tmp_path / "site"
+    about = site / "ends-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "ends.py").write_text(ENDS.format(ends=ends))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ends\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[weightcached.engines]\ntoy = ends:ADAPTER\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    with pytest.raises(EngineFailed, match="toy") as failed:
+        asyncio.run(ask_for_key("toy", options_of(), model_dir))
+    assert found in str(failed.value.found)

@@ -73,6 +73,15 @@ def test_a_worker_that_is_killed_every_time_is_a_failure_in_the_end(model: Path,
         assert str(refused.found).startswith("worker_died:")
 
 
+def test_a_worker_that_ends_as_if_all_were_well_is_not_tried_again(model: Path, runtime_dir: Path) -> None:
+    """An engine's adapter that ends the process does so every time."""
+    with scripted_daemon(model, runtime_dir, script={"exit_at": "planned"}) as daemon:
+        refused = failed(daemon)
+        assert attempts_of(daemon) == 1
+        assert str(refused.found).startswith("worker_died:")
+        assert "exit status 0" in str(refused.found)
+
+
 def test_a_worker_that_raises_leaves_its_last_words(model: Path, runtime_dir: Path) -> None:
     with scripted_daemon(model, runtime_dir, script={"raise_at": "memory"}) as daemon:
         refused = failed(daemon)

@@ -91,3 +91,9 @@ def test_no_config_says_it_was_made_by_two_or_by_nobody(model_dir: Path, layout:
 def test_entries_that_no_frame_could_carry_are_the_adapter_s_fault(entries) -> None:
     with pytest.raises(EngineFailed, match="toy"):
         EngineKey.of("toy", 1, entries)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, float("-inf")], {"a": {"b": [float("nan")]}}])
+def test_a_number_that_is_not_finite_is_refused_by_its_entry_s_name(value: object) -> None:
+    with pytest.raises(EngineFailed, match=r"'scale' holds (nan|-?inf)"):
+        EngineKey.of("toy", 1, {"version": "1", "scale": value})

@@ -35,6 +35,8 @@ PAGE = ROOT / "protocol/WIRE.md"
 TEXT = PAGE.read_text()
 _TABLE = re.compile(r"^<!-- table: (?P<name>[\w ]+) -->\n(?P<text>(?:^\|.*\n)+)", re.M)
 
+_TYPES = next(line for line in TEXT.splitlines() if "Types below:" in line)
+
 Rows = list[tuple[str, ...]]
 
 
@@ -60,6 +62,7 @@ _WORDS: list[tuple[Any, str]] = [
     (messages.LongText, "text 32768"),
     (messages.Count, "uint 63"),
     (messages.Seconds, "float"),
+    (manifest.Finite, "signed float"),
     (JsonValue, "any"),
     (bool, "bool"),
     (int, "int"),
@@ -198,6 +201,20 @@ def test_the_manifest_has_these_parts_and_columns() -> None:
     assert re.findall(r"(\d) `(\w+)`", TABLES["columns"][4][-1]) == [
         (str(number), kind) for number, kind in enumerate(manifest._KINDS)
     ]
+
+
+def test_every_type_in_a_table_is_one_that_the_page_defines() -> None:
+    defined = {"text", "map", "array", "bool", "nil", *re.findall(r"`([a-z ]+?)(?: \d+| N)?`", _TYPES)}
+    said = {row[1] for name in MODELS.keys() - EMPTY for row in told(name)}
+    words = {re.sub(r"^(map|array) of | \d+$|^\".*\"$", "", word) for cell in said for word in cell.split(" or ")}
+    assert words - {""} - MODELS.keys() <= defined
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scalar_that_is_no_finite_number_is_in_no_manifest(value: float) -> None:
+    fields = dict.fromkeys(ManifestMeta.model_fields, 0)
+    with pytest.raises(ValueError, match=r"scalars\.scale"):
+        ManifestMeta.model_validate({**fields, "scalars": {"scale": value}})
 
 
 def test_dtypes_have_their_sizes() -> None:

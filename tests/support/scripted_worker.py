@@ -6,8 +6,9 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 
 - ``segment_nbytes``: size of the segment (default 4096); all of it is memory in use
 - ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
-- ``kill_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``, ``memory``,
-  ``progress``) at which to SIGKILL oneself, raise, wait for ever, or report ``fail`` (fields of ``Failed``)
+- ``kill_at``, ``exit_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``,
+  ``memory``, ``progress``) at which to SIGKILL oneself, end as if all were well, raise, wait for ever, or report
+  ``fail`` (fields of ``Failed``)
 - ``eat_at``: a point at which to use up memory until the kernel objects
 - ``release``: a FIFO; with it ``hang_at`` waits for a byte, or until its last writer has closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
@@ -72,6 +73,8 @@ def point(name: str, channel: Channel) -> None:
         return
     if SCRIPT.get("kill_at") == name:
         os.kill(os.getpid(), signal.SIGKILL)
+    if SCRIPT.get("exit_at") == name:
+        os._exit(0)
     if SCRIPT.get("raise_at") == name:
         raise RuntimeError(f"as the script says, at {name}")
     if SCRIPT.get("eat_at") == name:

@@ -1,5 +1,7 @@
 """What is put in place in Transformers is for one thread's block, and is gone after it, however the block ends."""
 
+import asyncio
+import contextvars
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +14,7 @@ from transformers import modeling_utils
 
 from weightcached.client.transformers import weights_from_cache
 from weightcached.client.transformers.hooks import FIND, LOAD, Found, reading
-from weightcached.protocol.errors import BindError, InvalidPlace, UnsupportedModel
+from weightcached.protocol.errors import BindError, DaemonAbsent, InvalidPlace, UnsupportedModel
 
 
 def in_place() -> tuple[object, object]:
@@ -94,6 +96,110 @@ def test_blocks_of_two_threads_that_overlap_do_not_end_each_other(llama: Path) -
         other.join()
         transformers.AutoModel.from_pretrained(llama)
     assert len(seen.found) == 1
+
+
+def test_blocks_of_two_tasks_that_overlap_keep_their_own_reader(llama: Path) -> None:
+    first, second = Seen(), Seen()
+
+    async def load(seen: Seen, before: asyncio.Event, told: asyncio.Event, after: asyncio.Event) -> None:
+        with reading(seen):
+            told.set()
+            await before.wait()
+            transformers.AutoModel.from_pretrained(llama)
+        after.set()
+
+    async def both() -> None:
+        first_in, second_in, first_out, second_out = (asyncio.Event() for _ in range(4))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load(first, second_in, first_in, first_out))
+            tasks.create_task(load(second, first_out, second_in, second_out))
+
+    asyncio.run(both())
+    assert (len(first.found), len(second.found)) == (1, 1)
+
+
+def test_a_task_that_requires_weights_gets_none_from_disk_beside_one_without_the_cache(
+    llama: Path, runtime_dir: Path
+) -> None:
+    async def without(entered: asyncio.Event, leave: asyncio.Event) -> None:
+        with weights_from_cache(mode="off"):
+            transformers.AutoModel.from_pretrained(llama)
+            entered.set()
+            await leave.wait()
+
+    async def requiring(entered: asyncio.Event, leave: asyncio.Event, other: asyncio.Task[None]) -> None:
+        await entered.wait()
+        with weights_from_cache(mode="require", runtime_dir=runtime_dir):
+            leave.set()
+            await other
+            transformers.AutoModel.from_pretrained(llama)
+
+    async def both() -> None:
+        entered, leave = asyncio.Event(), asyncio.Event()
+        other = asyncio.create_task(without(entered, leave))
+        with pytest.raises(DaemonAbsent):
+            await asyncio.create_task(requiring(entered, leave, other))
+
+    asyncio.run(both())
+
+
+def test_a_thread_that_has_the_context_of_a_block_loads_as_ever(llama: Path) -> None:
+    seen = Seen()
+
+    async def load() -> None:
+        with reading(seen):
+            await asyncio.to_thread(transformers.AutoModel.from_pretrained, llama)
+
+    asyncio.run(load())
+    assert seen.found == []
+
+
+def test_a_task_that_outlives_the_block_it_was_started_in_loads_as_ever(llama: Path) -> None:
+    seen = Seen()
+
+    async def load(ended: asyncio.Event) -> None:
+        await ended.wait()
+        transformers.AutoModel.from_pretrained(llama)
+
+    async def both() -> None:
+        ended = asyncio.Event()
+        with reading(seen):
+            task = asyncio.create_task(load(ended))
+        ended.set()
+        await task
+
+    asyncio.run(both())
+    assert seen.found == []
+
+
+def block_across_a_yield(seen: Seen) -> Iterator[None]:
+    with reading(seen):
+        yield
+
+
+def test_blocks_of_two_generators_that_overlap_without_nesting_are_an_error_and_each_takes_out_itself(
+    llama: Path,
+) -> None:
+    first, second = Seen(), Seen()
+    one, other = block_across_a_yield(first), block_across_a_yield(second)
+    next(one)
+    next(other)
+    with pytest.raises(BindError, match="not the innermost"):
+        next(one)
+    transformers.AutoModel.from_pretrained(llama)
+    assert (len(first.found), len(second.found)) == (0, 1)
+    with pytest.raises(StopIteration):
+        next(other)
+
+
+def test_a_block_that_is_left_in_another_context_than_its_own_is_an_error(llama: Path) -> None:
+    seen = Seen()
+    block = block_across_a_yield(seen)
+    next(block)
+    with pytest.raises(BindError, match="other than its own"):
+        contextvars.Context().run(next, block)
+    transformers.AutoModel.from_pretrained(llama)
+    assert seen.found == []
 
 
 def test_an_error_in_the_block_puts_everything_back(llama: Path, runtime_dir: Path) -> None:

@@ -35,6 +35,10 @@ def test_the_load_format_and_the_options_stand_after_the_command(command: list[s
         ["python3", "-m"],
         ["pythonic", "-m", "vllm.entrypoints.openai.api_server"],
         ["bash", "-c", "vllm serve m"],
+        ["python3", "my_engine.py", *MODULE[1:]],
+        ["python3", "-c", "import x", *MODULE[1:]],
+        ["python3", "-m", "x", *MODULE[1:]],
+        ["python3", "-"],
     ],
 )
 def test_another_command_is_refused_with_what_to_write(command: list[str]) -> None:
@@ -46,11 +50,67 @@ def test_another_command_is_refused_with_what_to_write(command: list[str]) -> No
 
 @pytest.mark.parametrize(
     "words",
-    [["--load-format", "auto"], ["--load-format=dummy"], ["--load_format", "safetensors"], ["--load-format"]],
+    [
+        ["--load-format", "auto"],
+        ["--load-format=dummy"],
+        ["--load_format", "safetensors"],
+        ["--load-format"],
+        ["--load-form", "dummy"],
+        ["--load_f=dummy"],
+        ["--load", "dummy"],
+    ],
 )
 def test_another_load_format_is_a_conflict(words: list[str]) -> None:
     with pytest.raises(InvalidOption, match="load format already"):
         with_cache([*SERVE, *words], {})
+
+
+@pytest.mark.parametrize("words", [["--load-balance", "x"], ["--model", "x"], ["--load-formats", "x"], ["--l", "x"]])
+def test_other_options_that_begin_alike_are_none_of_ours(words: list[str]) -> None:
+    assert with_cache([*SERVE, *words], {})[: len(SERVE) + 2] == [*SERVE, *words]
+
+
+@pytest.mark.parametrize(
+    "options", [["-u"], ["-X", "importtime"], ["-Wignore"], ["-sE", "-W", "error", "--check-hash-based-pycs", "never"]]
+)
+def test_an_interpreter_s_own_options_may_stand_before_the_module(options: list[str]) -> None:
+    command = ["python3", *options, *MODULE[1:]]
+    assert with_cache(command, {})[: len(command)] == command
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("load-format: dummy\n", "load format already"),
+        ("load_format: dummy\n", "load format already"),
+        ("model-loader-extra-config:\n  name: x\n", "options for the loader already"),
+    ],
+)
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_a_file_of_options_says_as_much_as_the_command(tmp_path: Path, text: str, said: str, form: list[str]) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidOption, match=said):
+        with_cache([*SERVE, *(word.format(file) for word in form)], {})
+
+
+@pytest.mark.parametrize("text", [None, "a: [", "- a\n", "\udcff"])
+def test_a_file_of_options_that_cannot_be_read_is_warned_of_and_left_to_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    file = tmp_path / "options.yaml"
+    if text is not None:
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert "--load-format" in with_cache([*SERVE, "--config", str(file)], {})
+    assert f"{file}: not looked at" in capsys.readouterr().err
+
+
+def test_without_a_yaml_parser_a_file_of_options_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with_cache([*SERVE, "--config", str(tmp_path / "options.yaml")], {})
+    assert "not looked at" in capsys.readouterr().err
 
 
 def test_our_own_load_format_is_none_and_is_not_said_twice() -> None:
@@ -59,7 +119,13 @@ def test_our_own_load_format_is_none_and_is_not_said_twice() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--model-loader-extra-config", "{}"], ["--model_loader_extra_config={}"], ["--model-loader-extra-config.name=x"]],
+    [
+        ["--model-loader-extra-config", "{}"],
+        ["--model_loader_extra_config={}"],
+        ["--model-loader-extra-config.name=x"],
+        ["--model-loader-extra", "{}"],
+        ["--model_l.name=x"],
+    ],
 )
 def test_options_of_the_loader_come_from_one_side(words: list[str]) -> None:
     with pytest.raises(InvalidOption, match="options for the loader already"):

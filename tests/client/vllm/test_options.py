@@ -43,12 +43,50 @@ def test_unknown_keys_are_named_all_of_them_with_the_nearest_known_one() -> None
         ("on_stale", "restart"),
         ("name", 3),
         ("allow_uids", ["root"]),
+        ("timeout_s", "5"),
+        ("timeout_s", True),
+        ("timeout_s", 1e30),
+        ("wait_for_daemon_s", float("inf")),
+        ("heartbeat_s", 1e-9),
+        ("heartbeat_s", float("nan")),
+        ("allow_uids", ["0"]),
+        ("allow_uids", [True]),
+        ("allow_gids", [-1]),
+        ("allow_gids", [2**32 - 1]),
+        ("name", ""),
+        ("name", "../x"),
+        ("name", "x" * 200),
+        ("draft_name", "a/b"),
+        ("draft_name", "default"),
+        ("runtime_dir", ""),
+        ("runtime_dir", "run"),
+        ("cache_dir", ""),
+        ("digest", "zz"),
+        ("want", ""),
+        ("trusted_filesystems", [""]),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_key(key: str, value: object) -> None:
     with pytest.raises(InvalidOption) as caught:
         parse({key: value})
     assert str(caught.value.found).startswith(f"{key}")
+
+
+def test_every_value_that_cannot_be_is_named_at_once() -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse({"name": "../x", "timeout_s": "5", "digest": "zz", "quantization": "fp7", "allow_uids": [-1], "nmae": 1})
+    keys = [one.partition(":")[0] for one in str(caught.value.found).split("; ")]
+    assert keys == ["name", "quantization", "digest", "timeout_s", "allow_uids.0", "nmae"]
+
+
+def test_values_as_json_has_them_are_taken() -> None:
+    options = parse({"timeout_s": 5, "allow_uids": [0, 12], "trusted_filesystems": ["ext4"], "runtime_dir": "/r"})
+    assert (options.timeout_s, options.allow_uids, options.trusted_filesystems) == (5.0, (0, 12), ("ext4",))
+
+
+def test_a_digest_is_of_the_checkpoint() -> None:
+    with pytest.raises(InvalidOption, match="want='checkpoint'"):
+        parse({"digest": "0" * 64, "want": "current"})
 
 
 def test_an_unknown_quantization_says_which_there_are() -> None:

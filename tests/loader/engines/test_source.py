@@ -236,12 +236,36 @@ def test_what_is_raised_while_filling_is_the_engine_s_too(built_by):
         filled_by(built_by, fill)
 
 
+def test_what_is_returned_after_filling_is_a_state(built_by):
+    state = built_by(lambda _: Built(fill=lambda: None))  # type: ignore[arg-type, return-value]
+    with pytest.raises(EngineFailed, match=r"fills the state of engine toy.*a Built.*NoneType"):
+        copied(state)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "a Built.*NoneType"),
+        ({"weight": torch.zeros(1)}, "a Built.*dict"),
+        (Built(tensors=None), "tensors as a sequence"),  # type: ignore[arg-type]
+        (Built(scalars=[1]), "scalars as a mapping"),  # type: ignore[arg-type]
+        (Built(fill=1), "fill as a function"),  # type: ignore[arg-type]
+    ],
+    ids=["nothing", "a dict", "no tensors", "no mapping", "no function"],
+)
+def test_what_an_adapter_returns_that_is_no_state_is_its_failure(built_by, returned, said):
+    with pytest.raises(EngineFailed, match=f"adapter of engine toy.*{said}"):
+        built_by(lambda _: returned)
+
+
 def test_an_engine_that_was_changed_beside_its_daemon_is_not_built(built_by):
     with pytest.raises(EngineFailed, match=r"version '1'.*version '2'"):
         built_by(lambda _: pytest.fail("built"), key=EngineKey.of("toy", 1, {"version": "2"}))
 
 
-@pytest.mark.parametrize("error", [ValueError("out of luck"), SystemExit("out of luck")], ids=["error", "exit"])
+@pytest.mark.parametrize(
+    "error", [kind("out of luck") for kind in (ValueError, SystemExit, KeyboardInterrupt, BaseException)], ids=repr
+)
 def test_what_an_engine_raises_is_reported_with_its_words_and_its_traceback(built_by, capfd, error):
     def build(_):
         raise error

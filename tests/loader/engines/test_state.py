@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightcached.loader.engines.state import place_state
 from weightcached.protocol.engines import Built, NamedTensor
@@ -57,6 +58,12 @@ def test_names_that_share_memory_in_different_forms_are_refused_by_name(other):
         placed(("a", memory), ("b", other(memory)))
 
 
+def without_memory(tensor, nbytes=0):
+    """As frameworks leave a tensor whose memory they have freed: the form of one, and less memory."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
@@ -65,8 +72,11 @@ def test_names_that_share_memory_in_different_forms_are_refused_by_name(other):
         (torch.zeros(2, dtype=torch.complex128), "complex128"),
         (torch.zeros(2, dtype=torch.complex64).conj(), "conjugate"),
         ([1.0, 2.0], "list"),
+        (without_memory(torch.zeros(2)), "0 bytes"),
+        (without_memory(torch.zeros(8)[4:], nbytes=24), "24 bytes"),
+        (FakeTensorMode().from_tensor(torch.zeros(2)), "memory on meta"),
     ],
-    ids=["meta", "sparse", "dtype", "conjugate", "no tensor"],
+    ids=["meta", "sparse", "dtype", "conjugate", "no tensor", "freed", "cut", "fake"],
 )
 def test_what_is_no_dense_tensor_in_host_memory_is_refused_by_name(tensor, said):
     with pytest.raises(UnsupportedModel, match=rf"layers\.0\.odd cannot be shared.*{said}"):
@@ -82,6 +92,46 @@ def test_a_state_without_tensors_has_no_bytes():
     assert placed().segment_nbytes == 0
 
 
-def test_a_scalar_that_is_none_is_refused_by_name():
-    with pytest.raises(UnsupportedModel, match=r"scalar scale cannot be shared.*Tensor"):
-        place_state(Built(scalars={"flag": True, "scale": torch.ones(1)}))  # type: ignore[dict-item]
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name():
+    with pytest.raises(UnsupportedModel, match=r"odd cannot be shared.*nested"):
+        placed(("odd", torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])))
+
+
+def test_a_tensor_without_elements_needs_no_memory():
+    assert placed(("a", without_memory(torch.zeros(4))[2:2])).segment_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (NamedTensor("", torch.zeros(1)), "not empty"),
+        (NamedTensor(3, torch.zeros(1)), "tensor 3 cannot"),  # type: ignore[arg-type]
+        (NamedTensor("\udcff", torch.zeros(1)), r"udcff.*UTF-8"),
+        (NamedTensor("a", torch.zeros(1), "weight"), r"tensor a cannot.*kind 'weight'"),  # type: ignore[arg-type]
+        (NamedTensor("a", torch.zeros(1), "buffer", "no"), r"tensor a cannot.*persistent 'no'"),  # type: ignore[arg-type]
+        (("a", torch.zeros(1)), "NamedTensor.*tuple"),
+    ],
+    ids=["empty", "a number", "not UTF-8", "kind", "persistent", "a pair"],
+)
+def test_a_name_that_no_row_can_have_is_refused(named, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        place_state(Built(tensors=[named]))
+
+
+@pytest.mark.parametrize(
+    ("scalars", "said"),
+    [
+        ({"scale": torch.ones(1)}, "scalar scale cannot be shared.*Tensor"),
+        ({"scale": 2**63}, "scalar scale cannot.*int 9223372036854775808"),
+        ({"scale": float("nan")}, "scalar scale cannot.*float nan"),
+        ({"scale": float("-inf")}, "scalar scale cannot.*float -inf"),
+        ({"scale": "\udcff"}, "scalar scale cannot.*udcff"),
+        ({1: True}, "scalar 1 cannot.*name"),
+        ({"": True}, "name that is text"),
+    ],
+    ids=["a tensor", "too large", "nan", "infinite", "not UTF-8", "a name that is a number", "no name"],
+)
+def test_a_scalar_that_no_manifest_can_hold_is_refused_by_name(scalars, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        place_state(Built(scalars={"flag": True, "least": -(2**63), "none": None, **scalars}))
