@@ -274,7 +274,7 @@ def forget_the_record(lives: Lives) -> None:
         (no_segment, "not all segments came"),
         (wrong_size, "segment 0 has another size"),
         (unsealed, "segment 0 lacks seals"),
-        (another_file, "not all segments came"),
+        (another_file, "segment 0 cannot be sealed"),
         (two_segments, "segment 0 came twice"),
         (changed_manifest, "the manifest is not the one that was published"),
         (unsealed_manifest, "the manifest lacks seals"),

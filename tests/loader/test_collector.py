@@ -18,8 +18,8 @@ def _collecting() -> Iterator[None]:
 
 
 def test_what_is_made_inside_is_old_afterwards() -> None:
-    collections = [generation["collections"] for generation in gc.get_stats()]
     with collector_paused():
+        collections = [generation["collections"] for generation in gc.get_stats()]
         made = [[number] for number in range(100_000)]
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -109,7 +109,7 @@ def test_what_the_fields_of_a_hello_may_hold(field: str, good: list[object], bad
     [
         ("generation", ["0" * 32], ["0" * 64, "", None]),
         ("segments", [[], [GRANT["segments"][0]] * (GRANT_FDS_MAX - 1)], [[GRANT["segments"][0]] * GRANT_FDS_MAX, {}]),
-        ("segments", [], [[{"memory": "cuda-vmm", "nbytes": 1}], [{"memory": "host", "nbytes": -1}], [{}], ["host"]]),
+        ("segments", [], [[{"memory": "disk", "nbytes": 1}], [{"memory": "host", "nbytes": -1}], [{}], ["host"]]),
         ("accounting", [], [{}, None, {**GRANT["accounting"], "more": 1}]),
         ("provenance", [], [{}, {**GRANT["provenance"], "path": "x" * 4097}, {**GRANT["provenance"], "code": "x"}]),
     ],
