@@ -33,7 +33,8 @@ def checked_digest(digest: str | None, want: str) -> str | None:
     if want != "checkpoint":
         raise InvalidOption("a digest belongs to want='checkpoint'", found=f"want={want!r} and a digest")
     if not HEX.fullmatch(digest):
-        raise InvalidOption("unusable digest", expected="64 hex digits, as `weightcached digest` prints", found=digest)
+        expected = "64 hex digits: the first word that `weightcached digest` prints"
+        raise InvalidOption("unusable digest", expected=expected, found=digest)
     return digest
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weightcached.client.attach import Mode, attach
+from weightcached.client.weights import WeightSet
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.content import version_of
 from weightcached.protocol.digest_cache import DigestCache, cache_directory
 from weightcached.protocol.digests import digest_of
-from weightcached.protocol.errors import InvalidOption, WeightCacheError
+from weightcached.protocol.errors import DaemonAbsent, InvalidOption, WeightCacheError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.hub import resolve
@@ -76,25 +77,11 @@ def _described(done: dict[str, Any]) -> str:
 
 
 def _save(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
-    allowed = allow_list(given)
     trusted = tuple(map(checked_name, given.trust_filesystem))
     digest = (
         given.digest or digest_of(model_dir, DigestCache(cache_directory(given.cache_dir)), also_trusted=trusted).hex
     )
-    with attach(
-        model_dir,
-        **shard,
-        mode=given.mode,
-        name=given.name or DEFAULT_NAME,
-        runtime_dir=given.runtime_dir,
-        digest=digest,
-        timeout_s=given.timeout,
-        cache_dir=given.cache_dir,
-        allow_uids=allowed.uids,
-        allow_gids=allowed.gids,
-        trusted_filesystems=trusted,
-        engine_name="weightcached snapshot",
-    ) as weights:
+    with _attached(given, model_dir, config, shard, digest=digest, trusted=trusted) as weights:
         weights.verify()
         started_s = time.monotonic()
         manifest = _with_digest(weights.manifest, config, digest)
@@ -103,6 +90,39 @@ def _save(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard
         )
         seconds, what = time.monotonic() - started_s, f"from the {weights.source}"
         return _done(folder, weights.manifest, seconds, what, digest)
+
+
+def _attached(
+    given: argparse.Namespace,
+    model_dir: Path,
+    config: CacheConfig,
+    shard: dict[str, Any],
+    *,
+    digest: str,
+    trusted: tuple[str, ...],
+) -> WeightSet:
+    allowed = allow_list(given)
+    try:
+        return attach(
+            model_dir,
+            **shard,
+            mode=given.mode,
+            name=given.name or DEFAULT_NAME,
+            runtime_dir=given.runtime_dir,
+            digest=digest,
+            timeout_s=given.timeout,
+            cache_dir=given.cache_dir,
+            allow_uids=allowed.uids,
+            allow_gids=allowed.gids,
+            trusted_filesystems=trusted,
+            engine_name="weightcached snapshot",
+        )
+    except DaemonAbsent as error:
+        if config.engine is None:
+            raise
+        rank = config.parallel.tp_rank
+        error.next_step = f"start the daemon of rank {rank}, or save the ranks that are served, each with --tp-rank"
+        raise
 
 
 def _with_digest(manifest: Manifest, config: CacheConfig, digest: str) -> bytes:
@@ -168,7 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         default="client",
         help="client: from the daemon, from disk where there is none; require: from the daemon; off: from disk",
     )
-    save.add_argument("--digest", metavar="HEX", help="the content's digest, where the weights are not to be seen here")
+    save.add_argument(
+        "--digest",
+        metavar="HEX",
+        help="the content's digest, where the weights are not to be seen here: the first word that "
+        "`weightcached digest` prints",
+    )
     save.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for each attach (default: 600)")
     save.add_argument("--cache-dir", metavar="DIR", help="where content digests are remembered")
     save.add_argument(

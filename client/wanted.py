@@ -40,7 +40,7 @@ class Wanted:
                 expected="weight files, a sidecar, or a digest",
                 found="config.json only",
                 where=self.model_dir,
-                next_step="pass digest=… (`weightcached digest DIR` prints it where the weights are), "
+                next_step="pass digest=… (the first word that `weightcached digest DIR` prints where the weights are), "
                 "or mount the sidecar too",
             )
 

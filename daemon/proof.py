@@ -144,7 +144,7 @@ def _receipts(hello: Hello, generation: Generation, proven: ProvenReceipts, uid:
                 "nothing says which checkpoint the engine means: it sees no weight files and states no digest",
                 expected="receipts or a content digest",
                 found="neither",
-                next_step="pass the digest that `weightcached digest DIR` prints where the weights can be seen",
+                next_step="pass the digest: the first word that `weightcached digest DIR` prints where the weights are",
             )
         )
     if not hello.receipts_trusted:

@@ -23,7 +23,7 @@ from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments
 from weightcached.protocol.places import runtime_directory
 
 _LEASES_SHOWN = 20
-_HEADING = ("PLACE", "STATE", "MODEL", "RANK", "PROGRESS", "RESIDENT", "LEASES", "VERSION", "DAEMON")
+_HEADING = ("PLACE", "STATE", "MODEL", "RANK", "LAYOUT", "PROGRESS", "RESIDENT", "LEASES", "VERSION", "DAEMON")
 
 
 def exit_code(seen: Sequence[Seen]) -> int:
@@ -47,12 +47,13 @@ def render(seen: Sequence[Seen]) -> list[str]:
 def _row(one: Seen) -> tuple[str, ...]:
     report = one.report
     if report is None:
-        return (str(one.place), one.state, "-", "-", "-", "-", "-", "-", "-")
+        return (str(one.place), one.state, "-", "-", "-", "-", "-", "-", "-", "-")
     return (
         str(one.place),
         report.state,
         report.model,
         _rank(one, report),
+        report.layout,
         _progress(report),
         binary_size(report.resident_nbytes),
         str(report.lease_count),

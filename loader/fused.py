@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES, HOW_TO_ADD
+from weightcached.loader.architectures import ARCHITECTURES, WITHOUT_A_TABLE
 from weightcached.loader.architectures.ranks import Indivisible, Rank, TooMany
 from weightcached.loader.architectures.rows import Part, Wanted
 from weightcached.loader.architectures.shape import ModelShape
@@ -65,7 +65,7 @@ def _architecture(config: CacheConfig) -> Architecture:
             f"layout 'fused' has no table for architecture {config.architecture}",
             expected=", ".join(sorted(ARCHITECTURES)),
             found=config.architecture,
-            next_step=f"--layout hf serves any architecture as it is on disk, at TP size 1; {HOW_TO_ADD}",
+            next_step=f"--layout hf serves any architecture as it is on disk, at TP size 1, {WITHOUT_A_TABLE}",
         )
     return table
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightcached.loader.accounting import Accounting, account
-from weightcached.loader.architectures import ARCHITECTURES, HOW_TO_ADD
+from weightcached.loader.architectures import ARCHITECTURES, WITHOUT_A_TABLE
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.collector import collector_paused
 from weightcached.loader.fused import fused_parameters
@@ -104,7 +104,7 @@ def _require_supported(config: CacheConfig) -> None:
             found=", ".join(f"{kind} size {size}" for kind, size in sizes.items() if size != 1),
             next_step="use --layout fused"
             if fused
-            else f"use size 1: {config.architecture} has no table for more; {HOW_TO_ADD}",
+            else f"use size 1: {config.architecture} has no table for more; {WITHOUT_A_TABLE}",
         )
     if config.layout == "hf" and config.quantization.method != "none":
         raise UnsupportedModel(

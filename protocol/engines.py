@@ -8,11 +8,14 @@ Imports no adapter but the one that is asked for. Knows nothing of tensors but t
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TextIO, cast, runtime_checkable
 
 from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.engine_key import EngineKey
@@ -159,13 +162,37 @@ def engine_key(name: str, request: EngineRequest) -> EngineKey:
     for arguments that cannot be used, EngineFailed with what else the adapter raised.
     """
     adapter = find_adapter(name)
+    said = _Overheard(sys.stderr or io.StringIO())
     try:
-        entries = adapter.key(request)
+        with redirect_stderr(cast(TextIO, said)):
+            entries = adapter.key(request)
     except WeightCacheError:
         raise
-    except (Exception, SystemExit) as error:  # a command line's parser exits
+    except SystemExit as error:  # a command line's parser prints why, and exits
+        raise EngineFailed(
+            f"engine {name} does not say what its key is",
+            found=f"it exits ({error}), and says: {said.last_line}" if said.last_line else f"it exits ({error})",
+            next_step="look at the arguments after `--`",
+        ) from error
+    except Exception as error:
         raise _failed(f"engine {name} does not say what its key is", error) from error
     return EngineKey.of(name, adapter.revision, entries)
+
+
+class _Overheard:
+    """A stream that passes everything on, and remembers its last line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.last_line = ""
+
+    def write(self, text: str) -> int:
+        lines = [line for line in text.splitlines() if line.strip()]
+        self.last_line = lines[-1].strip() if lines else self.last_line
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _failed(message: str, error: BaseException, *, where: object = None) -> EngineFailed:

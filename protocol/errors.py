@@ -221,7 +221,7 @@ class Absent:
     """The type of :data:`ABSENT`, which stands where one side has no value: an absent field is not a null one."""
 
     def __repr__(self) -> str:
-        return "nothing"
+        return "no entry"
 
 
 ABSENT = Absent()
@@ -240,21 +240,27 @@ class FieldDifference:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)  # as config.json has it
     return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
 class CacheConfigMismatch(ConfigurationError):
-    """The daemon caches another configuration. ``fields`` names every field that differs, with both values."""
+    """The daemon caches another configuration. ``fields`` names every field that differs, with both values: the layout
+    first, since most others follow from it.
+    """
 
     code = "config_mismatch"
 
     def __init__(self, message: str, *, fields: tuple[FieldDifference, ...], where: object = None) -> None:
+        fields = tuple(sorted(fields, key=lambda one: one.field != "layout"))
+        options = "the daemon's options"
+        if fields and fields[0].field == "layout":
+            options += f" (layout={_shown(fields[0].daemon)})"
         super().__init__(
             message,
             found="; ".join(map(str, fields)),
             where=where,
-            next_step="start the engine with the daemon's options, or start another daemon for it under another --name",
+            next_step=f"start the engine with {options}, or start another daemon for it under another --name",
         )
         self.fields = fields
 

@@ -101,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         help="transformers: the state that Transformers makes, of any model, from a daemon with --engine transformers; "
         "hf: the checkpoint's own tensors (default: %(default)s)",
     )
-    add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
+    add(
+        "--digest",
+        metavar="HEX",
+        help="the content expected, where the daemon's checkpoint is not visible from here: the first word that "
+        "`weightcached digest` prints",
+    )
     add(
         "--timeout",
         dest="timeout_s",

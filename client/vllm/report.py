@@ -46,7 +46,8 @@ class LoadReport:
         anew = sum(self.made_anew.values())
         return (
             f"weights of {self.place}: source {self.source}, version {self.version or 'unknown'}, "
-            f"{binary_size(self.nbytes_shared)} shared, {binary_size(self.nbytes_private)} private"
+            f"{binary_size(self.nbytes_shared)} shared, "
+            f"{binary_size(self.nbytes_private)} more of this process's own memory"
             f"{f' ({binary_size(anew)} of weights made anew)' if anew else ''}; seconds: {seconds}"
         )
 

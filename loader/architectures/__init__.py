@@ -40,4 +40,7 @@ TABLES = (
 ARCHITECTURES: dict[str, Architecture] = {name: table for table in TABLES for name in table.names}
 """Architecture name → table."""
 
-HOW_TO_ADD = "loader/architectures/README.md, in the sources, says how to add a table"
+WITHOUT_A_TABLE = (
+    "--engine vllm has vLLM make the layout (any TP size), --engine transformers Transformers (one rank); "
+    "loader/architectures/README.md, in the sources, says how to add a table"
+)

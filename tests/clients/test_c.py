@@ -100,7 +100,7 @@ def config(model: Path) -> CacheConfig:
 def words(program: Path, place: Place, config: CacheConfig) -> Callable[..., list[str]]:
     """``words(content=…, fingerprint=…, seconds=…)``: the command line."""
 
-    def run(*, content: str = "current", fingerprint: str = config.fingerprint, seconds: int = 30) -> list[str]:
+    def run(*, content: str = "current", fingerprint: str = config.fingerprint, seconds: int | str = 30) -> list[str]:
         return [
             str(program),
             str(place.runtime_dir),
@@ -141,6 +141,13 @@ def test_it_compiles_without_a_warning_as_its_first_lines_say(tmp_path: Path) ->
     assert command is not None
     assert command[1] == LIBRARY
     built(tmp_path, "-O2")
+
+
+@pytest.mark.parametrize("seconds", ["", "ten", "5s", "-1", "99999999999999999999"])
+def test_seconds_that_are_no_number_are_refused(attach: Ends, seconds: str) -> None:
+    done = attach(seconds=seconds)
+    assert (done.returncode, done.stdout) == (64, "")
+    assert f'not "{seconds}"' in done.stderr
 
 
 def test_it_has_every_row_of_a_real_daemon_holds_a_lease_and_outlives_it(

@@ -112,7 +112,7 @@ class TestStatus:
 
             assert status_json(runtime_dir, "--name", "a-ready")[0] == 0
             text = run("status", "--runtime-dir", runtime_dir).stdout
-            assert re.search(r"^a-ready/host-tp0of1 +ready +\S+ +tp0of1 +- +4\.0 KiB +1 ", text, re.M), text
+            assert re.search(r"^a-ready/host-tp0of1 +ready +\S+ +tp0of1 +\w+ +- +4\.0 KiB +1 ", text, re.M), text
             assert re.search(r"^b-loading/host-tp0of1 +loading .* read 50% at ", text, re.M), text
             assert f"lease of pid {os.getpid()}" in text
             assert "last error: missing_shard: model-2.safetensors is gone" in text
@@ -303,7 +303,7 @@ class TestUp:
             assert len({one["version"] for one in status_json(runtime_dir)[1]}) == 1
             shown = run("status", "--runtime-dir", runtime_dir).stdout
             ranks = [f"tp0of1-pp{stage}of2-ep{rank}of2" for stage, rank in itertools.product(range(2), range(2))]
-            assert re.findall(r" (tp\S+) +- ", shown) == ranks
+            assert re.findall(r" (tp\S+) +fused +- ", shown) == ranks
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
 

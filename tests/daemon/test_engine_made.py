@@ -211,7 +211,7 @@ def test_verify_and_snapshots_work_with_what_the_engine_made(
         run("snapshot", "save", toy, tmp_path / "shots", "--cache-dir", tmp_path, *where, *PACKED[2:])
     assert "all digests right" in run("snapshot", "load", toy, tmp_path / "shots", *PACKED)
     assert "engine.packing" in run("snapshot", "load", toy, tmp_path / "shots", "--engine", "toy", code=1)
-    assert "own loader" in run("snapshot", "save", toy, tmp_path / "no", *where, code=1)
+    assert "start the daemon of rank 0" in run("snapshot", "save", toy, tmp_path / "no", *where, code=1)
     with daemon(toy, runtime_dir, "--snapshot", str(tmp_path / "shots"), *PACKED) as served:
         report = served.wait_until("ready")
         assert report.generation != generation

@@ -24,6 +24,11 @@ def test_a_place_without_trouble_is_one_line() -> None:
     assert len(lines(vault="none", vault_reason="no service manager")) == 2  # was chosen so
 
 
+def test_a_row_names_its_layout_an_engine_s_by_the_engine() -> None:
+    heading, row = (line.split() for line in lines(layout="vllm", model="m"))
+    assert row[heading.index("LAYOUT")] == "vllm"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

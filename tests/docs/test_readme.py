@@ -86,7 +86,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_every_marked_block_is_run_by_a_test() -> None:
     assert blocks().keys() == {
         *("serve", "attach.py", "model.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
-        *("several", "draft.py"),
+        *("several", "draft.py", "merge.py"),
     }
 
 
@@ -137,11 +137,13 @@ def test_weights_outlive_their_daemon(shell: Shell) -> None:
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_draft_beside_its_target(shell: Shell, tmp_path: Path) -> None:
-    (shell.directory / "draft.py").write_text(blocks()["draft.py"][1])
+    for file in ("draft.py", "merge.py"):
+        (shell.directory / file).write_text(blocks()[file][1])
     shell.environment["DRAFT"] = str(make_checkpoint(tmp_path / "draft", nbytes=2 << 20).directory)
-    output = shell.run(commands("several"), then="weightcached status")
+    output = shell.run(commands("several"), then='weightcached status; python merge.py "$MODEL"')
     assert re.search(r"^draft/host-tp0of1 +ready", output, re.M)
     assert re.search(r"^\[\[1, 2, 3(, \d+)+\]\]$", output, re.M)
+    assert re.search(r"^[1-9]\d* parameters are this engine's own\n0 are, with the pages given back$", output, re.M)
 
 
 @pytest.mark.timeout(TIMEOUT_S)

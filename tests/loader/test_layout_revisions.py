@@ -103,7 +103,8 @@ def test_a_family_s_rules_change_only_with_the_revision(architecture):
         for size in (1, 2, 4)
     ]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-    assert PINNED_FAMILIES.get(architecture) == digest, (
+    assert architecture in PINNED_FAMILIES, f"pin {architecture} here: {digest}"
+    assert PINNED_FAMILIES[architecture] == digest, (
         f"the rules of {architecture} are not those that were pinned: if that is meant, raise "
         f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
     )
@@ -135,7 +136,8 @@ def test_the_rules_of_a_family_with_experts_change_only_with_the_revision(family
     places = [*(spot.options for spot in EXPERT_PLACES), {"quantization": "fp8"}]
     described = [[describe(placed) for placed in place(plan(model, tensors, **at)).placed] for at in places]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-    assert PINNED_EXPERTS.get(family) == digest, (
+    assert family in PINNED_EXPERTS, f"pin {family} here: {digest}"
+    assert PINNED_EXPERTS[family] == digest, (
         f"the rules of {family} are not those that were pinned: if that is meant, raise "
         f"LAYOUT_REVISIONS['fused'] in protocol/config.py, and pin {digest} for it here"
     )

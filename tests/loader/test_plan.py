@@ -255,6 +255,8 @@ def test_an_architecture_without_a_table():
     error = refused(UnsupportedModel, model=tiny_config(architecture="NewForCausalLM"), tensors={})
     assert "NewForCausalLM" in str(error)
     assert "--layout hf" in error.next_step
+    assert "--engine vllm" in error.next_step
+    assert "--engine transformers" in error.next_step
     assert "loader/architectures/README.md" in error.next_step
     assert (ROOT / "loader/architectures/README.md").is_file()
     assert set(error.expected.split(", ")) == set(ARCHITECTURES)

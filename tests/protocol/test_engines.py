@@ -93,6 +93,15 @@ def test_what_the_adapter_raises_is_reported_in_its_own_words(install, key: str)
         engine_key("toy", REQUEST)
 
 
+def test_the_last_line_of_a_parser_that_exits_is_reported_and_still_printed(
+    install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(key="import argparse; argparse.ArgumentParser(prog='toy').parse_args(['--no-such'])")
+    with pytest.raises(EngineFailed, match=r"toy: error: unrecognized arguments: --no-such"):
+        engine_key("toy", REQUEST)
+    assert "usage: toy" in capsys.readouterr().err
+
+
 def test_arguments_that_the_adapter_refuses_stay_invalid_options(install) -> None:
     install(key="from weightcached.protocol.errors import InvalidOption; raise InvalidOption('no such argument')")
     with pytest.raises(InvalidOption, match="no such argument"):

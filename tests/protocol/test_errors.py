@@ -63,8 +63,15 @@ def test_a_mismatch_names_every_field_with_both_values() -> None:
     error = CacheConfigMismatch("another config", fields=fields, where="/run/x")
     assert error.fields == fields
     assert "dtype: daemon has 'auto', client asks for 'float16'" in str(error)
-    assert "model.window: daemon has None, client asks for nothing" in str(error)
-    assert error.next_step
+    assert "model.window: daemon has null, client asks for no entry" in str(error)
+    assert "layout" not in str(error.next_step)
+
+
+def test_a_mismatch_begins_with_the_layout_for_the_rest_follows_from_it() -> None:
+    fields = (FieldDifference("engine", ABSENT, {}), FieldDifference("layout", "fused", "hf"))
+    error = CacheConfigMismatch("another config", fields=fields)
+    assert [one.field for one in error.fields] == ["layout", "engine"]
+    assert "(layout='fused')" in str(error.next_step)
 
 
 def test_a_mismatch_of_huge_values_stays_readable() -> None:

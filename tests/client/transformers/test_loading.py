@@ -248,8 +248,13 @@ def test_shares_and_other_names_are_no_module_s_parameters(option: str, llama: P
     assert option in str(caught.value)
 
 
+def test_another_layout_is_refused_with_those_that_there_are(llama: Path) -> None:
+    with pytest.raises(InvalidOption, match=r"Transformers' models have layout hf or transformers; .*found: fused$"):
+        from_pretrained(CAUSAL, llama, weight_cache={"layout": "fused"})
+
+
 def test_an_option_that_does_not_exist_is_an_error_before_anything_is_loaded(llama: Path) -> None:
-    with pytest.raises(TypeError, match="nmae"):
+    with pytest.raises(InvalidOption, match=r"expected: .*runtime_dir.*; found: nmae, did you mean name\?"):
         from_pretrained(CAUSAL, llama, weight_cache={"mode": "off", "nmae": "mine"})
 
 

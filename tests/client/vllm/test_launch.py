@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.client.vllm.launch import main, with_cache
+from weightcached.client.vllm.launch import main, require_distribution, with_cache
 from weightcached.protocol.command_line import USAGE_EXIT
 from weightcached.protocol.errors import InvalidOption
 
@@ -143,6 +143,34 @@ def test_without_an_engine_it_ends_with_the_status_of_bad_usage(
 ) -> None:
     assert main(words) == USAGE_EXIT
     assert "vllm serve MODEL" in capsys.readouterr().err
+
+
+def test_a_command_without_the_two_dashes_is_told_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--name", "n", "vllm", "serve", "m", "--dtype", "half"]) == USAGE_EXIT
+    said = capsys.readouterr().err
+    assert "the engine's command stands after `--`; expected: weightcached launch [options] -- vllm serve …" in said
+    assert "next step: weightcached launch --name n -- vllm serve m --dtype half" in said
+
+
+def test_the_command_of_a_build_for_cpus_is_refused_with_the_form_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    require_distribution(["vllm", "serve", "m"])  # another environment's: not ours to judge
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(InvalidOption) as caught:
+        require_distribution(["vllm", "serve", "m", "--port", "1"])
+    working = "python -m vllm.entrypoints.openai.api_server --model m --port 1"
+    assert str(caught.value.next_step).endswith(working)
+    require_distribution(working.split())
+    metadata = tmp_path / "vllm-1.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    require_distribution(["vllm", "serve", "m", "--port", "1"])
 
 
 def test_a_program_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,12 @@ def test_a_layout_that_vllm_makes_is_named_with_its_stage() -> None:
     [
         ({"stage": "after"}, "layout fused is what vLLM has before post-processing"),
         ({"layout": "vllm", "weight_cache_mode": "daemon"}, "layout 'vllm' and weight_cache_mode 'daemon'"),
+        (
+            {"stage": "after"},
+            "--layout vllm, and a daemon of `serve --engine vllm -- --weight-cache-stage after`",
+        ),
         ({"layout": "vllm", "weight_cache_mode": "require", "quantization": "fp8"}, "and quantization 'fp8'"),
+        ({"layout": "vllm", "weight_cache_mode": "client", "quantization": "fp8"}, "and quantization 'fp8'"),
     ],
 )
 def test_what_a_layout_does_not_have_is_refused(extra: dict[str, str], named: str) -> None:

@@ -45,11 +45,20 @@ static void wait_for_grant(int fd, struct frame *frame)
     }
 }
 
+static int64_t seconds_of(const char *word)
+{
+    char *end;
+    long seconds = strtol(word, &end, 10);
+    if (end == word || *end || seconds < 0 || seconds > 1000000)
+        die(USAGE, "SECONDS is a whole number from 0 to 1000000, not \"%s\"", word);
+    return seconds;
+}
+
 int main(int count, char **words)
 {
     if (count != 5 && count != 6)
         die(USAGE, "usage: attach RUNTIME_DIR NAME/DEVICE FINGERPRINT CONTENT [SECONDS]");
-    deadline_ms = now_ms() + 1000 * (count == 6 ? atol(words[5]) : 60);
+    deadline_ms = now_ms() + 1000 * (count == 6 ? seconds_of(words[5]) : 60);
     char path[4096];
     snprintf(path, sizeof path, "%s/%s.sock", words[1], words[2]);
     int fd = connect_to(path);
