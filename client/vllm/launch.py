@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weightcached.client.vllm.options import LOAD_FORMAT, LoaderOptions, Mode, parse
-from weightcached.client.vllm.stated import is_python, runs_module, stated, words_of
+from weightcached.client.vllm.stated import runs_module, stated, words_of
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
@@ -80,7 +80,7 @@ def require_distribution(command: Sequence[str]) -> None:
     InvalidOption with the form that works, where the command is this environment's and the distribution is not there.
     """
     program = shutil.which(command[0])
-    if is_python(command) or program is None or Path(program).parent != Path(sys.executable).parent:
+    if os.path.basename(command[0]) != "vllm" or program is None or Path(program).parent != Path(sys.executable).parent:
         return
     try:
         importlib.metadata.distribution("vllm")
@@ -130,9 +130,9 @@ def with_cache(command: Sequence[str], options: dict[str, Any]) -> list[str]:
 
 
 def _understood(command: Sequence[str]) -> bool:
-    if is_python(command):
-        return runs_module(command, _MODULE)
-    return os.path.basename(command[0]) == "vllm" and command[1:2] == ["serve"]
+    if os.path.basename(command[0]) == "vllm":
+        return command[1:2] == ["serve"]
+    return runs_module(command, _MODULE)
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:

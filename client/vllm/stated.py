@@ -17,12 +17,10 @@ _FLAGS = re.compile("-[bBdEiIOPqRsSuvx]+|-[WX].+|--check-hash-based-pycs=.+")
 _WITH_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
-def is_python(command: Sequence[str]) -> bool:
-    return re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) is not None
-
-
 def runs_module(command: Sequence[str], module: str) -> bool:
-    """Whether a Python is to run ``-m module``, with nothing but the interpreter's own options before that."""
+    """Whether it is Python with ``-m module``, with nothing but the interpreter's own options before that."""
+    if re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])) is None:
+        return False
     words = iter(command[1:])
     for word in words:
         if word == "-m":
