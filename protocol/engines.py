@@ -124,7 +124,7 @@ def find_adapter(name: str) -> EngineAdapter:
     entry = _entry_point(name)
     try:
         adapter = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that takes itself for a program exits
         raise _failed(f"the adapter of engine {name} cannot be imported", error, where=entry.value) from error
     if not isinstance(adapter, EngineAdapter) or isinstance(adapter, type):
         raise EngineFailed(

@@ -123,16 +123,6 @@ def _require_compatible(options: LoaderOptions) -> None:
         )
 
 
-def _require_usual(options: LoaderOptions) -> None:
-    """What only layout ``fused`` has, layout ``vllm`` is refused with."""
-    for key, usable, why in (
-        ("quantization", options.quantization == "none", "vLLM quantizes a layout of its own, by its own arguments"),
-        ("weight_cache_mode", options.weight_cache_mode != "daemon", "a daemon that vLLM fills is started by itself"),
-    ):
-        if not usable:
-            raise InvalidOption(why, found=f"layout 'vllm' and {key} {getattr(options, key)!r}")
-
-
 def _require_of_vllm(options: LoaderOptions) -> None:
     for key, usable, why in (
         ("quantization", options.quantization == "none", "vLLM quantizes a layout of its own, by its own arguments"),

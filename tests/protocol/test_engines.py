@@ -86,6 +86,13 @@ def test_what_is_no_adapter_is_refused_with_the_reason(install, wrong, said: str
         find_adapter("toy")
 
 
+def test_an_adapter_s_module_that_takes_itself_for_a_program_and_exits_cannot_be_imported(install, tmp_path) -> None:
+    install()
+    (tmp_path / "an_adapter.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(EngineFailed, match=r"cannot be imported.*SystemExit: 3"):
+        find_adapter("toy")
+
+
 @pytest.mark.parametrize("key", ["raise ValueError('out of luck')", "raise SystemExit('out of luck')"])
 def test_what_the_adapter_raises_is_reported_in_its_own_words(install, key: str) -> None:
     install(key=key)
