@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 
 _STAGE_MAX_CHARACTERS = 200
 
+_LAST_WORDS_NBYTES = 4 << 20
+"""Kept for saying what went wrong where that was memory; encoding a message takes a quarter of it."""
+
 # What another attempt may not meet again: a network file system's bad moment, memory that somebody else gives back.
 _TRANSIENT_ERRNOS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE}
@@ -67,12 +70,14 @@ def main() -> int:
     connection = socket.socket(fileno=arguments.fd)
     connection.set_inheritable(False)
     channel = Channel(connection, outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER)
+    spare = bytearray(_LAST_WORDS_NBYTES)
     try:
         _serve(channel)
     except PeerClosed:
         log.error("the keeper is gone")
         return 2
     except Exception as failure:  # noqa: BLE001 - whatever it was, the keeper is told, and the process ends
+        del spare
         report = _report(failure)
         if report.code == InternalError.code:
             traceback.print_exception(failure)

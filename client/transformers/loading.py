@@ -29,6 +29,9 @@ from weightcached.protocol.errors import BindError, InvalidOption
 if TYPE_CHECKING:
     import os
 
+CLOSING = "weights of a model that is gone"
+"""The name of the threads that give up such weights."""
+
 _NOT_A_WHOLE_MODEL = frozenset(
     {"engine", "quantization", "expert_placement", "tp_size", "tp_rank", "pp_size", "pp_rank", "ep_size", "ep_rank"}
 )
@@ -155,4 +158,4 @@ def made_by_transformers(directory: Path, *, dtype: str = "auto", arguments: Seq
 
 def _close_aside(weights: WeightSet) -> None:
     """A finalizer may run in the middle of anything, the lease's own work too: whoever waits for that may not be it."""
-    threading.Thread(target=weights.close, name="weights of a model that is gone", daemon=True).start()
+    threading.Thread(target=weights.close, name=CLOSING, daemon=True).start()

@@ -19,11 +19,11 @@ def _collecting() -> Iterator[None]:
 
 def test_what_is_made_inside_is_old_afterwards() -> None:
     with collector_paused():
-        collections = [generation["collections"] for generation in gc.get_stats()]
+        collections = [generation["collections"] for generation in gc.get_stats()[1:]]
         made = [[number] for number in range(100_000)]
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert [generation["collections"] for generation in gc.get_stats()] == collections
+    assert [generation["collections"] for generation in gc.get_stats()[1:]] == collections
     assert any(one is made for one in gc.get_objects(generation=2))
 
 

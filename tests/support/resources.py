@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from weightcached.client.transformers.loading import CLOSING
+
 
 def open_fds(pid: int | str = "self") -> dict[int, str]:
     """Descriptor → what it is, of this process or another. Without the one that reading the list needs."""
@@ -60,6 +62,9 @@ def nothing_left_behind() -> Iterator[None]:
 
     def held() -> tuple[dict[int, str], list[str], list[str]]:
         gc.collect()
+        for thread in threading.enumerate():  # what an earlier test's model had may be on its way out
+            if thread.name == CLOSING:
+                thread.join()
         return open_fds(), memfd_mappings(), sorted(thread.name for thread in threading.enumerate())
 
     before = held()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.daemons import digest_of
 from tests.support.modules import bytes_of, require_same, unmapped
 from weightcached.client.transformers import from_pretrained, weights_from_cache, weights_of
+from weightcached.client.transformers.loading import CLOSING
 from weightcached.protocol.errors import (
     BindError,
     CacheConfigMismatch,
@@ -151,7 +152,7 @@ def test_the_lease_ends_with_the_model(llama: Path, serve: Serve, cache: dict[st
 
     gc.collect()
     for thread in threading.enumerate():
-        if thread.name == "weights of a model that is gone":
+        if thread.name == CLOSING:
             thread.join()
     assert str(weights.state) == "closed"
     assert bytes_of(kept) == value
