@@ -10,6 +10,7 @@ from weightcached.loader.collector import collector_paused
 
 @pytest.fixture(autouse=True)
 def _collecting() -> Iterator[None]:
+    gc.unfreeze()  # what other tests have frozen would stay so, and nothing be made old
     gc.collect()
     gc.enable()
     yield
