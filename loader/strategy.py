@@ -41,7 +41,7 @@ WAITING_THREADS = 16
 """Where they wait for answers most of the time: each has one request under way."""
 
 SLABS_NBYTES = 32 << 20
-"""What all threads work on at a time, together; quantizing takes three times that for its own."""
+"""What all threads work on at a time, together; quantizing takes about as much again for its own."""
 
 RUN_NBYTES = 32 << 20
 """What a thread takes at a time at most: a run of slabs, which it reads, digests and writes by itself."""
