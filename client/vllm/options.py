@@ -124,12 +124,24 @@ def _require_compatible(options: LoaderOptions) -> None:
 
 
 def _require_of_vllm(options: LoaderOptions) -> None:
-    for key, usable, why in (
-        ("quantization", options.quantization == "none", "vLLM quantizes a layout of its own, by its own arguments"),
-        ("weight_cache_mode", options.weight_cache_mode != "daemon", "a daemon that vLLM fills is started by itself"),
+    serve = "weightcached serve --engine vllm -- …"
+    for key, usable, why, next_step in (
+        (
+            "quantization",
+            options.quantization == "none",
+            "vLLM quantizes a layout of its own, by its own arguments",
+            "leave it out: a checkpoint that is quantized already needs none, and layout fused takes the daemon's methods",
+        ),
+        (
+            "weight_cache_mode",
+            options.weight_cache_mode != "daemon",
+            "a daemon that vLLM fills is started by itself",
+            f"start it (`{serve}`), and use mode client or require",
+        ),
     ):
         if not usable:
-            raise InvalidOption(why, found=f"layout 'vllm' and {key} {getattr(options, key)!r}")
+            found = f"layout 'vllm' and {key} {getattr(options, key)!r}"
+            raise InvalidOption(why, found=found, next_step=next_step)
 
 
 def _problem(error: Any) -> str:
