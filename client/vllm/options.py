@@ -130,7 +130,7 @@ def _require_of_vllm(options: LoaderOptions) -> None:
             "quantization",
             options.quantization == "none",
             "vLLM quantizes a layout of its own, by its own arguments",
-            "leave it out: a checkpoint that is quantized already needs none, and layout fused takes the daemon's methods",
+            "leave it out: quantized checkpoints need none, and layout fused takes the daemon's methods",
         ),
         (
             "weight_cache_mode",

@@ -128,3 +128,16 @@ def test_a_layout_that_vllm_makes_is_named_with_its_stage() -> None:
 def test_what_a_layout_does_not_have_is_refused(extra: dict[str, str], named: str) -> None:
     with pytest.raises(InvalidOption, match=named):
         parse(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "next_step"),
+    [
+        ({"layout": "vllm", "weight_cache_mode": "require", "quantization": "fp8"}, "layout fused takes the daemon's"),
+        ({"layout": "vllm", "weight_cache_mode": "daemon"}, "serve --engine vllm"),
+    ],
+)
+def test_what_layout_vllm_has_not_comes_with_what_to_do(extra_config: dict[str, str], next_step: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse(extra_config)
+    assert next_step in str(caught.value.next_step)
