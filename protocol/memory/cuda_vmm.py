@@ -213,6 +213,10 @@ class DeviceMapping:
                 next_step=failure.next_step,
             ) from failure
 
+    def written(self) -> list[tuple[int, int]]:
+        """None: what is mapped read-only was not written to."""
+        return []
+
     def settle(self) -> None:
         """Block until all work of this process's primary context on the device has ended. Raises what failed in it."""
         context = Context(self.device)

@@ -21,6 +21,7 @@ import weakref
 
 from weightcached.protocol.errors import InsufficientMemory, SwapFailed, SwapRefused, TransferError
 from weightcached.protocol.memory.admission import admit as admit  # part of a kind, measured there
+from weightcached.protocol.memory.private_pages import private_extents
 
 # Not in Python 3.11's modules: linux/memfd.h, linux/mman.h.
 _MFD_NOEXEC_SEAL = 0x0008
@@ -189,6 +190,12 @@ class Mapping:
         except OSError as error:
             raise self._put_back(aside, nbytes, error) from error
         other._at.address = aside
+
+    def written(self) -> list[tuple[int, int]]:
+        """Of a private mapping: the pages that this process wrote to. About 20 ms for a GiB."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        return private_extents(self.address, self.nbytes)
 
     def settle(self) -> None:
         """Nothing to wait for: who computes here is a thread, and barriers stop threads."""
