@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from weightcached.client import forks
 from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.errors import BarrierError, ReadersInside
+from weightcached.protocol.errors import BarrierError, ReadersInside, WeightCacheError
 
 _NAMES_SHOWN = 8
 
@@ -30,6 +30,7 @@ class Barrier:
         self._changed = threading.Condition()
         self._inside: dict[int, _Reader] = {}
         self._stopped: Stopped | None = None
+        self._closed: WeightCacheError | None = None
         forks.in_child(self, Barrier._begin_anew_in_child)
 
     @contextmanager
@@ -37,13 +38,15 @@ class Barrier:
         """In this block the weights stay what they are. Blocks while they are being exchanged. ``who`` is named where
         an exchange could not wait for the end of the block; else it is the thread's name.
 
-        The thread that has stopped all others may read too.
+        The thread that has stopped all others may read too. Raises what went wrong where nobody may any more.
         """
         me = threading.get_ident()
         with self._changed:
             reader = self._inside.get(me)
             if reader is None:
                 self._changed.wait_for(lambda: self._stopped is None or self._stopped.thread == me)
+                if self._closed is not None:
+                    raise self._closed
                 reader = self._inside[me] = _Reader(who or threading.current_thread().name)
             reader.depth += 1
         try:
@@ -68,6 +71,8 @@ class Barrier:
             self._require_outside(stopped.thread)
             if not self._changed.wait_for(lambda: self._stopped is None, deadline.remaining_s()):
                 raise self._inside_still("another thread that has stopped the readers", timeout_s)
+            if self._closed is not None:
+                raise self._closed
             self._stopped = stopped
             try:
                 if not self._changed.wait_for(lambda: not self._inside, deadline.remaining_s()):
@@ -82,6 +87,11 @@ class Barrier:
             with self._changed:
                 self._go_on()
             stopped.end()
+
+    def close(self, reason: WeightCacheError) -> None:
+        """From now on ``reason`` is raised to whoever would come in: what lies behind is not to be read any more."""
+        with self._changed:
+            self._closed = reason
 
     def holds(self, stopped: Stopped) -> bool:
         """Whether ``stopped`` is the one who has stopped the readers now, and this is its thread."""
@@ -160,6 +170,10 @@ class Stopped:
             found=found,
             next_step="with weights.barrier.stopped() as stopped: staged.swap(stopped)",
         )
+
+    def for_ever(self, reason: WeightCacheError) -> None:
+        """The readers do not go on: ``reason`` is raised to them."""
+        self.barrier.close(reason)
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Have ``call()`` called by this thread when the readers go on."""

@@ -75,8 +75,9 @@ class Staged:
         ``discard`` loses what was written. Looking for them goes through all pages, so it is done outside the barrier:
         when this is staged, and after it for what was written in between.
 
-        SwapFailed and DeviceFailed where memory could not be moved: the weights in use are then what they were, unless
-        the message says otherwise. ValueError where this was used or given up, or the weight set was closed.
+        SwapFailed where memory could not be moved: the weights in use are then what they were, unless it is not
+        ``intact``. Then nobody gets past the barrier any more, and the process should end. ValueError where this was
+        used or given up, or the weight set was closed.
         """
         if changed not in ("refuse", "discard"):
             raise InvalidOption("unknown policy for changed parameters", expected="refuse or discard", found=changed)
@@ -90,7 +91,12 @@ class Staged:
         old, segments = weights.manifest, weights._open()
         for segment in segments:
             segment.settle()
-        _exchange(segments, mapped.segments)
+        try:
+            _exchange(segments, mapped.segments)
+        except SwapFailed as error:
+            if not error.intact:
+                stopped.for_ever(error)
+            raise
         done = Swapped(
             from_generation=weights.generation,
             to_generation=self.generation,
@@ -195,6 +201,7 @@ def _exchange(segments: Sequence[SegmentMapping], others: Sequence[SegmentMappin
                 expected="one generation in all segments",
                 found=f"{failure}; then: {error}",
                 next_step="the weights in use are not valid any more: end this process",
+                intact=False,
             ) from error
         raise
 

@@ -205,6 +205,7 @@ class DeviceMapping:
                     expected=f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}",
                     found=f"{failure}, then {error}",
                     next_step="the weights in use are not mapped: remap() tries again; else end this process",
+                    intact=False,
                 ) from failure
             raise SwapFailed(
                 "the new segment cannot be mapped in; the weights in use are what they were",

@@ -210,6 +210,7 @@ class Mapping:
                 expected=f"{nbytes} bytes at {self.address:#x}",
                 found=f"{failure.strerror}, then {error.strerror}",
                 next_step="the weights in use are not valid any more: end this process",
+                intact=False,
             )
         return _not_moved(failure, "the new segment cannot be moved in")
 
