@@ -21,6 +21,7 @@ CLIENT_BODY_MAX_BYTES = 64 * 1024
 DAEMON_BODY_MAX_BYTES = 1024 * 1024
 GRANT_FDS_MAX = 64
 WAIT_MAX_S = 24 * 3600.0
+EVENT_DROPS_MAX = 64
 TEXT_MAX_CHARACTERS = 4096
 """Of a text that says what went wrong: several of them fit a frame, whatever they hold."""
 
@@ -86,6 +87,17 @@ class Release(Message):
 
     quarantined_only: bool = False
     """Give up only what is held and not served, and go on serving."""
+
+
+class Switch(Message):
+    """On a lease: ask for another generation, by its id or its version; with neither for the one granted now.
+
+    Answered with a :class:`Grant` and its descriptors, or ``Refused``: ``generation_gone`` where it is not held here.
+    From the grant on the lease is of that generation; a refusal leaves it what it was.
+    """
+
+    generation: Hex32 | None = None
+    version: ShortText | None = None
 
 
 class Status(Message):
@@ -185,6 +197,10 @@ class Event(Message):
     kind: Literal["published", "draining", "failed"]
     generation: Hex32 | None
     message: LongText
+    version: ShortText | None = None
+    """Of ``published``: that of ``generation``, for ranks to compare before they use it."""
+    drops: Annotated[tuple[ShortText, ...], Field(strict=False, max_length=EVENT_DROPS_MAX)] = ()
+    """Of ``published``: what an engine has to drop when it switches, because it was computed from other weights."""
 
 
 class Released(Message):
@@ -338,7 +354,7 @@ class Dialect:
 
 CLIENT_TO_DAEMON = Dialect(
     "client to daemon",
-    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release},
+    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch},
     body_max_bytes=CLIENT_BODY_MAX_BYTES,
     fds_max=0,
     items_max=4 * 1024,
