@@ -24,7 +24,6 @@ from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
-from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
@@ -36,6 +35,7 @@ from weightcached.protocol.errors import (
     TransferError,
     WeightCacheError,
     WorkerDied,
+    error_from,
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed

@@ -29,8 +29,9 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from weightcached.protocol.text import one_line
 
@@ -473,3 +474,17 @@ def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
 
 ERRORS_BY_CODE: dict[str, type[WeightCacheError]] = _leaves(WeightCacheError)
 """Wire code → class, for turning a refusal or a worker's failure back into an error."""
+
+
+def error_from(fields: Mapping[str, Any]) -> WeightCacheError:
+    """The error that another process of ours reported as ``code``, ``message``, ``expected``, … (its ``as_fields``)."""
+    kind = ERRORS_BY_CODE.get(str(fields.get("code")), WeightCacheError)
+    if kind is CacheConfigMismatch:
+        kind = WeightCacheError  # is made from differing fields, and only clients raise it
+    return kind(
+        str(fields.get("message")),
+        expected=fields.get("expected"),
+        found=fields.get("found"),
+        where=fields.get("where"),
+        next_step=fields.get("next_step"),
+    )
