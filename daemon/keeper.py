@@ -13,6 +13,8 @@ import stat
 
 from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
+from weightcached.daemon.control.answers import Answers
+from weightcached.daemon.control.plane import ControlPlane
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.listen_fds import HandedOver
@@ -49,6 +51,7 @@ class Keeper:
         def changed(state: State) -> None:
             log.info("state", extra={"state": state.value})
             changes.announce()
+            self._record.events.say("state")
 
         self._claim = claim
         self._handed = handed
@@ -63,6 +66,7 @@ class Keeper:
             limits=Limits.of(options),
             release=self._release,
         )
+        self._record.progress.on_update = self._record.events.progress
         self._signs = Signs(notifier, self._record)
         self._stop_asked = asyncio.Semaphore(0)
         """Released once for each SIGTERM or SIGINT, and when a client has said that the place is to be given up."""
@@ -107,6 +111,10 @@ class Keeper:
 
     async def _serve(self, custody: Custody, server: Server) -> None:
         publishing = Publishing(self._record, custody, server.tell)
+        answers = Answers(self._record)
+        self._record.events.describe = answers.describe
+        plane = ControlPlane(self._record, self._claim, answers.handle)
+        plane.start()
         bringing_up = asyncio.create_task(self._bring_up(custody, publishing), name="bring up")
         stopping = asyncio.create_task(self._stop_asked.acquire(), name="told to stop")
         told = False
@@ -121,7 +129,10 @@ class Keeper:
             await self._signs.stopping()
             bringing_up.cancel()
             await asyncio.wait({bringing_up})
-            await self._stop(custody, server, publishing, told=told)
+            try:
+                await self._stop(custody, server, publishing, told=told)
+            finally:
+                await plane.close()
 
     # Stopping
 
@@ -131,6 +142,7 @@ class Keeper:
         generation = record.published.generation if record.published is not None else None
         served = generation.id if generation is not None else None
         server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
+        record.events.say("draining", "the daemon is stopping")
         await self._drain(server)
         handing_on = self._vault.keeps and not told  # a bug ends us: all that is kept is the next keeper's
         if handing_on:
@@ -224,4 +236,5 @@ class Keeper:
         self._record.last_error = error
         self._record.progress.update("failed")
         log.error("the load failed", extra={"code": error.code, "reason": str(error)})
+        self._record.events.say("failed", str(error))
         self._record.machine.move(State.FAILED)

@@ -61,6 +61,7 @@ class Publishing:
             },
         )
         record.machine.move(State.READY)
+        record.events.say("published")
         if unproven is not None:
             self._reproving = Reproving(options, generation, on_verdict=self._judged, on_failure=self._now_unproven)
             self._reproving.start()
@@ -87,6 +88,7 @@ class Publishing:
             log.error("the files are not what is served", extra={"reason": str(verdict.error)})
             generation = self._published.generation.id
             self._tell(Event(kind="failed", generation=generation, message=str(verdict.error)))
+            self._record.events.say("failed", str(verdict.error))
         else:
             self._now_unproven(verdict.reason)
 

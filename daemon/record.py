@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import Digesting
 from weightcached.daemon.durations import ATTACH_BOUNDS_S, LOAD_BOUNDS_S, DurationCounts
+from weightcached.daemon.events import Events
 from weightcached.daemon.generation import Generation
 from weightcached.daemon.leases import FallbackCount, LeaseBook
 from weightcached.daemon.options import ServeOptions
@@ -94,6 +95,10 @@ class Record:
     config: CacheConfig | None = None
     published: Published | None = None
     last_error: WeightCacheError | None = None
+    events: Events = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = Events(self)
 
     @property
     def state(self) -> State:
