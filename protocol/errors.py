@@ -2,7 +2,7 @@
 
     WeightCacheError
     ├── NotReadyError                 wait, or allow more time
-    │   └── DaemonNotReady · ReadersInside
+    │   └── DaemonNotReady · UpdateConflict · ReadersInside
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
@@ -29,8 +29,9 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from weightcached.protocol.text import one_line
 
@@ -88,6 +89,12 @@ class DaemonNotReady(NotReadyError):
     """The daemon lives but had not published (or could not take the connection) before the deadline."""
 
     code = "daemon_not_ready"
+
+
+class UpdateConflict(NotReadyError):
+    """Another change of this group's weights is in the way, or was decided first. What is served has not changed."""
+
+    code = "update_conflict"
 
 
 class ReadersInside(NotReadyError):
@@ -480,3 +487,17 @@ def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
 
 ERRORS_BY_CODE: dict[str, type[WeightCacheError]] = _leaves(WeightCacheError)
 """Wire code → class, for turning a refusal or a worker's failure back into an error."""
+
+
+def error_from(fields: Mapping[str, Any]) -> WeightCacheError:
+    """The error that another process of ours reported as ``code``, ``message``, ``expected``, … (its ``as_fields``)."""
+    kind = ERRORS_BY_CODE.get(str(fields.get("code")), WeightCacheError)
+    if kind is CacheConfigMismatch:
+        kind = WeightCacheError  # is made from differing fields, and only clients raise it
+    return kind(
+        str(fields.get("message")),
+        expected=fields.get("expected"),
+        found=fields.get("found"),
+        where=fields.get("where"),
+        next_step=fields.get("next_step"),
+    )

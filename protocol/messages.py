@@ -20,6 +20,8 @@ PROTOCOL_VERSION = 1
 CLIENT_BODY_MAX_BYTES = 64 * 1024
 DAEMON_BODY_MAX_BYTES = 1024 * 1024
 GRANT_FDS_MAX = 64
+GENERATIONS_MAX = 64
+"""That one daemon holds at a time."""
 WAIT_MAX_S = 24 * 3600.0
 EVENT_DROPS_MAX = 64
 TEXT_MAX_CHARACTERS = 4096
@@ -221,6 +223,30 @@ class LeaseInfo(Message):
     """Since the engine was last heard: it gives a sign of life every few seconds."""
 
 
+Standing = Literal["current", "previous", "prepared"]
+"""``current`` is granted; ``previous`` is held for rollback, or because it is leased or pinned; ``prepared`` waits for
+a decision and is granted to nobody."""
+
+
+class GenerationInfo(Message):
+    """One generation that a daemon holds."""
+
+    generation: Hex32
+    version: ShortText
+    receipts_version: ShortText
+    standing: Standing
+    origin: LongText
+    """Where the weights came from, for people: a path, or who pushed them."""
+    digest: Hex64 | None
+    resident_nbytes: Count
+    leases: Count
+    pinned: bool
+    pinned_for_s: Seconds | None = None
+    """Of a pin that ends by itself: after an adoption engines get time to resume their leases."""
+    age_s: Seconds
+    """Since it was published or prepared here."""
+
+
 VaultState = Literal["none", "unproven", "kept", "dropped"]
 """What happens to the weights when the keeper dies. ``kept``: they outlive it, which was proven. ``unproven``: the
 service manager was given them, and does not say whether it keeps them. ``dropped``: it did not keep them. ``none``: no
@@ -295,6 +321,8 @@ class Report(Message):
     """Why adopted weights are not proven (yet). They are served all the same."""
     generations: Count = 0
     """How many are held, quarantined ones included."""
+    held: Annotated[tuple[GenerationInfo, ...], Field(strict=False, max_length=GENERATIONS_MAX)] = ()
+    """Those that are served or may be, the current one first, then the others, the newest first."""
     quarantined: Annotated[tuple[Hex32, ...], Field(strict=False)] = ()
     """Held, but not served: their adoption failed too often."""
     quarantined_nbytes: Count = 0

@@ -1,53 +1,57 @@
-"""Several generations of one model: checkpoints of one config with other bytes, and the grants that real daemons give
-for them, for a daemon that follows a script to hand out.
-"""
+"""Generations as the keeper knows them, without memory, for tests of what is decided about them."""
 
 from __future__ import annotations
 
-import shutil
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import dataclasses
+from typing import Any
 
-import numpy as np
-
-from tests.support.daemons import daemon
+from weightcached.daemon.digesting import Digesting
+from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin
+from weightcached.daemon.generations import Published
+from weightcached.daemon.proof import ProvenReceipts
+from weightcached.protocol.config import CacheConfig, Parallel, Provenance
+from weightcached.protocol.content import version_of
 from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.messages import Grant
-from weightcached.protocol.testing import Send
+from weightcached.protocol.messages import AccountingCounts
+
+OURS = "a" * 64
+"""The receipts of the files they came from."""
 
 
-def fine_tuned(directory: Path, target: Path) -> Path:
-    """A copy of a checkpoint of two-byte floats in which the sign of every other number is the other one."""
-    shutil.copytree(directory, target)
-    for path in target.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        (header_nbytes,) = struct.unpack_from("<Q", data)
-        numbers = np.frombuffer(data, np.uint16, offset=8 + header_nbytes)
-        numbers[::2] ^= 0x8000
-        path.write_bytes(data)
-    return target
+def generation(*, digest: str | None = None, trusted: bool = True, **changes: Any) -> Generation:
+    """Without any memory; ``changes`` replace its fields."""
+    config = CacheConfig(
+        architecture="X", layout="hf", layout_revision=1, parallel=Parallel(tp_size=1, tp_rank=0), model={}
+    )
+    made = Generation(
+        id="0" * 32,
+        config=config,
+        memory=OwnedFds(),
+        manifest_nbytes=0,
+        manifest_sha256="0" * 64,
+        segments_nbytes=(),
+        resident_nbytes=0,
+        bytes_kept=0,
+        bytes_read=0,
+        accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),
+        receipts=CheckpointReceipts(OURS, trusted=trusted, rule="ext4 is trusted" if trusted else "fuse is not"),
+        receipts_version=version_of(config.rankless_fingerprint, digest=None, receipts=OURS),
+        digest=digest,
+        provenance=Provenance(path="/model", host="h"),
+        origin=Origin("/model", None),
+        seconds={},
+    )
+    return dataclasses.replace(made, **changes)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A real daemon's grant, which outlives that daemon."""
-
-    message: Grant
-    fds: OwnedFds
-
-    def step(self) -> Send:
-        return Send(self.message, tuple(self.fds[number] for number in range(len(self.fds))))
-
-
-@contextmanager
-def generation_of(model_dir: Path, runtime_dir: Path, **options: str) -> Iterator[Generation]:
-    """What the real loader makes of a checkpoint. ``runtime_dir`` is made."""
-    runtime_dir.mkdir(mode=0o755)
-    with daemon(model_dir, runtime_dir, **options) as served:
-        served.wait_until("ready")
-        message, fds = served.attach()
-    with fds:
-        yield Generation(message, fds)
+def published(one: Generation, *, staged: bool = False) -> Published:
+    """As it is held. Its digest is computed only if somebody starts that."""
+    digesting = Digesting(
+        one.origin.model_dir,
+        expected=one.receipts,
+        cache_dir=None,
+        trusted_filesystems=(),
+        on_digest=lambda digest: None,
+        on_end=lambda: None,
+    )
+    return Published(generation=one, proven=ProvenReceipts(), digesting=digesting, staged=staged)
