@@ -1,0 +1,1 @@
+"""Changes of live weights over all ranks of a group."""
