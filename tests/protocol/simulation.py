@@ -329,7 +329,7 @@ class Simulation:
         known = self._answered.get(key)
         if known is None:
             course, had = self._objects[coordinator_id]
-            answers = {**dict(had), rank: self._objects[answer_id]}
+            answers = {**dict(had), rank: _essence(course, self._objects[answer_id])}
             if len(answers) < len(course_module.asks(course)):
                 known = [self._coordinator(course, answers)]
             else:
@@ -446,6 +446,19 @@ class Simulation:
         left = [rank for rank, one in enumerate(world.ranks) if one.change is not None and one.change.waits]
         if course_module.asks(course) or left or world.ledger.open is not None:
             raise Violation(f"`update --resolve` does not end it: {course}, open {world.ledger.open}, waiting {left}")
+
+
+def _essence(course: Course, answer: Answer) -> Answer:
+    """An answer without what the course does not look at: what is served, but before a change begins; what of other
+    changes is over.
+    """
+    if not isinstance(answer, Seen):
+        return answer
+    change = answer.change
+    looks = course.begins and course.phase is Phase.LOOK
+    if change is not None and not change.waits and (course.phase is Phase.APPLY or change.transaction != course.transaction):
+        change = None
+    return Seen(answer.current if looks else None, change, answer.open if course.phase is Phase.LOOK else None)
 
 
 def _with_rank(world: World, rank: int, one: Rank) -> World:
