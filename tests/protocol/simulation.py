@@ -143,7 +143,9 @@ class Simulation:
         prepared = one.prepared or Prepared(change.transaction, self._target(change.transaction))
         action = self.rules.action(prepared, decision)
         if action is Action.SWITCH and one.prepared is None:
-            raise Violation(f"{change.transaction} is committed while rank {rank} only prepares it")
+            if decision.outcome is Outcome.COMMITTED:
+                raise Violation(f"{change.transaction} is committed while rank {rank} only prepares it")
+            return world
         if action is Action.WAIT:
             return world
         return self._acted(world, rank, action)

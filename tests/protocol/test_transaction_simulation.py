@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.protocol.simulation import Plan, Rank, Rules, Scenario, Simulation, Violation
+from tests.protocol.simulation import Plan, Rank, Rules, Scenario, Simulation, Violation, held
 from weightcached.client.control import course as course_module
 from weightcached.client.control.course import Answer, Course, Phase
 from weightcached.protocol.transaction import Action, Decision, Ledger, Outcome, Prepared, action
@@ -45,7 +45,7 @@ def test_every_interleaving_keeps_the_ranks_together(name: str, record_property:
 
 
 def commit_of_what_the_leader_has_not(ledger: Ledger, transaction: str, _: Prepared | None) -> Ledger:
-    decided = Decision(transaction, Outcome.COMMITTED, None)
+    decided = Decision(transaction, Outcome.COMMITTED, held("2").versions)
     return dataclasses.replace(ledger, open=None, committed=(*ledger.committed, decided))
 
 
