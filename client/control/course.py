@@ -79,6 +79,7 @@ class Silence:
     """No answer: the command may have been carried out, may yet be, or never."""
 
     why: str = ""
+    code: str = "daemon_unreachable"
 
 
 Answer = Seen | Decision | Refusal | Silence
@@ -186,9 +187,7 @@ def given_up(course: Course, why: str) -> Course:
         case Phase.COMMIT | Phase.ABORT | Phase.READ:
             failure = course.failure or Failure("daemon_unreachable", why, LEADER)
             return dataclasses.replace(course, phase=Phase.DONE, failure=failure)
-    return dataclasses.replace(
-        course, phase=Phase.DONE, failure=course.failure or Failure("daemon_unreachable", why)
-    )
+    return dataclasses.replace(course, phase=Phase.DONE, failure=course.failure or Failure("daemon_unreachable", why))
 
 
 def _done(course: Course, failure: Failure | None = None) -> Course:
@@ -309,6 +308,5 @@ def _applied(course: Course, answers: Mapping[int, Answer]) -> Course:
 def _first(answers: Mapping[int, Answer], *kinds: type[Silence] | type[Refusal]) -> Failure | None:
     for rank, answer in sorted(answers.items()):
         if isinstance(answer, kinds):
-            code = answer.code if isinstance(answer, Refusal) else "daemon_unreachable"
-            return Failure(code, answer.why, rank)
+            return Failure(answer.code, answer.why, rank)
     return None

@@ -13,10 +13,11 @@ invariants are stated in them, so that a wrong rule cannot excuse itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from weightcached.client.control import course as course_module
@@ -24,7 +25,6 @@ from weightcached.client.control.course import Answer, Ask, Change, Course, Phas
 from weightcached.protocol import transaction as rules_module
 from weightcached.protocol.errors import UpdateConflict
 from weightcached.protocol.transaction import Action, Decision, Held, Ledger, Outcome, Prepared, Versions
-
 
 VAULT = 100
 """What losing a vault costs, apart from deaths."""
@@ -93,7 +93,7 @@ class Rank:
 @dataclass(frozen=True)
 class World:
     ranks: tuple[Rank, ...]
-    ledger: Ledger = Ledger()
+    ledger: Ledger
     committed: frozenset[str] = frozenset()
     """Ghost: ever decided so, by any record."""
     aborted: frozenset[str] = frozenset()
@@ -160,8 +160,7 @@ class Simulation:
                 raise Violation(f"rank {rank} dropped {transaction}, which nobody aborted")
             if transaction in world.committed and not again and not world.vaults_lost:
                 raise Violation(f"rank {rank} dropped {transaction}, which was committed")
-            after = dataclasses.replace(one, change=Change(transaction, "aborted"))
-            return _with_rank(world, rank, after)
+            return _with_change(world, rank, Change(transaction, "aborted"))
         assert one.prepared is not None
         if transaction not in world.committed:
             raise Violation(f"rank {rank} switched for {transaction}, which nobody committed")
@@ -187,12 +186,12 @@ class Simulation:
         self.rules.require_may_prepare(transaction, base=ask.base, current=one.current, prepared=busy)
         plan = self.scenario.plans[transaction]
         if not plan.rollback:
-            return _with_rank(world, rank, dataclasses.replace(one, change=Change(transaction, "preparing")))
+            return _with_change(world, rank, Change(transaction, "preparing"))
         wanted = Versions(f"v{plan.version}", f"v{plan.version}")
         found = next((had for had in (one.current, *one.previous) if had.versions.same(wanted)), None)
         if found is None:
             raise UpdateConflict("that version is not held here")
-        return _with_rank(world, rank, dataclasses.replace(one, change=Change(transaction, "prepared", found)))
+        return _with_change(world, rank, Change(transaction, "prepared", found))
 
     def _execute(self, world: World, ask: Ask) -> tuple[World, Answer]:
         """One command, atomically; the answer."""
@@ -247,13 +246,11 @@ class Simulation:
         for rank, one in enumerate(world.ranks):
             if one.change is not None and one.change.state == "preparing":
                 done = Change(one.change.transaction, "prepared", self._target(one.change.transaction))
-                found.append((f"rank {rank} has prepared", _with_rank(world, rank, dataclasses.replace(one, change=done)), 0))
                 failed = Change(one.change.transaction, "failed")
-                found.append((f"rank {rank} fails to load", _with_rank(world, rank, dataclasses.replace(one, change=failed)), 0))
-            try:
+                found.append((f"rank {rank} has prepared", _with_change(world, rank, done), 0))
+                found.append((f"rank {rank} fails to load", _with_change(world, rank, failed), 0))
+            with contextlib.suppress(UpdateConflict):
                 found.append((f"rank {rank} reads the record", self._resolve(world, rank), 0))
-            except UpdateConflict:
-                pass
             found.append((f"rank {rank} is killed", _with_rank(world, rank, self.rules.death(one)), 1))
             if rank in self.scenario.lost:
                 fresh = _with_rank(world, rank, Rank(held("1", "'")))
@@ -346,7 +343,7 @@ class Simulation:
 
     def first(self) -> tuple[Any, ...]:
         scenario = self.scenario
-        world = World(tuple(Rank(held("1")) for _ in range(scenario.size)))
+        world = World(tuple(Rank(held("1")) for _ in range(scenario.size)), Ledger())
         courses = [course_module.begin(scenario.size, one, mixed=scenario.mixed) for one in scenario.plans]
         courses += [course_module.end(scenario.size, forced=True)] * scenario.ends
         coordinators = [self._coordinator(one) for one in courses]
@@ -431,7 +428,8 @@ class Simulation:
         events: list[str] = []
         while state is not None:
             state, what = came[state]
-            events.append("  " + " ".join(str(self._objects[one]) if position == 1 else str(one) for position, one in enumerate(what)))
+            words = [self._objects[word] if position == 1 else word for position, word in enumerate(what)]
+            events.append("  " + " ".join(map(str, words)))
         return events[::-1][1:]
 
     def check_progress(self, world: World) -> None:
@@ -458,13 +456,15 @@ def _essence(course: Course, answer: Answer) -> Answer:
         return answer
     change = answer.change
     looks = course.begins and course.phase is Phase.LOOK
-    if change is not None and not change.waits and (course.phase is Phase.APPLY or change.transaction != course.transaction):
+    another = course.phase is Phase.APPLY or (change is not None and change.transaction != course.transaction)
+    if change is not None and not change.waits and another:
         change = None
     return Seen(answer.current if looks else None, change, answer.open if course.phase is Phase.LOOK else None)
 
 
+def _with_change(world: World, rank: int, change: Change) -> World:
+    return _with_rank(world, rank, dataclasses.replace(world.ranks[rank], change=change))
+
+
 def _with_rank(world: World, rank: int, one: Rank) -> World:
     return dataclasses.replace(world, ranks=(*world.ranks[:rank], one, *world.ranks[rank + 1 :]))
-
-
-__all__ = ["Plan", "Rank", "Rules", "Scenario", "Simulation", "Violation", "World", "field", "held"]
