@@ -1,4 +1,4 @@
-"""Changing the live weights of a group from Python: all ranks or none.
+"""The control plane for whoever asks and listens; from Python, changes of live weights: all ranks or none.
 
     from weightcached.client.control import update, rollback, generations
 
@@ -7,7 +7,8 @@
 
 Each takes ``runtime_dir``, ``name``, ``timeout_s`` and ``allowed`` (whom to trust as a daemon, beside root and this
 user) to say which group. ``changes.py`` has the same as coroutines. The commands ``weightcached update``, ``rollback``,
-``generations``, ``pin``, ``unpin`` and ``drop`` are these. Nothing is imported here before it is called.
+``generations``, ``pin``, ``unpin`` and ``drop`` are these. Events, as they happen, are ``listening.py``'s. Nothing is
+imported here before it is called.
 """
 
 from __future__ import annotations
