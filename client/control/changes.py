@@ -21,7 +21,13 @@ from weightcached.client.control.group import Group, find_group
 from weightcached.protocol.control import Drop, FromCheckpoint, FromHeld, Pin, RankState, Source
 from weightcached.protocol.control_channel import ask
 from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.errors import ERRORS_BY_CODE, GenerationGone, UpdateConflict, WeightCacheError
+from weightcached.protocol.errors import (
+    ERRORS_BY_CODE,
+    DecisionUnknown,
+    GenerationGone,
+    UpdateConflict,
+    WeightCacheError,
+)
 from weightcached.protocol.hub import resolve as resolve_model
 from weightcached.protocol.messages import GenerationInfo
 from weightcached.protocol.peers import AllowList
@@ -198,6 +204,13 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
     if failure is None:
         return UpdateConflict("the change was not committed", where=group.where)
     kind = ERRORS_BY_CODE.get(failure.code, WeightCacheError)
+    if kind is DecisionUnknown:
+        return DecisionUnknown(
+            f"it is not known whether the change was committed: {failure.why}",
+            expected="rank 0's record: committed everywhere, or nowhere",
+            where=group.where,
+            next_step="`weightcached update --resolve`, once rank 0 answers",
+        )
     who = f" on rank {group.members[failure.rank].word}" if failure.rank is not None else ""
     steps = {
         "update_conflict": "wait for it; if whoever began it is gone, `weightcached update --resolve` ends it",

@@ -124,6 +124,8 @@ class Course:
     begun: frozenset[int] = frozenset()
     """Ranks that took the command to prepare."""
     may_commit: bool = False
+    asked: bool = False
+    """Rank 0 was asked to commit: it may be committed, whatever is heard."""
     outcome: Outcome | None = None
     failure: Failure | None = None
     away: frozenset[int] = frozenset()
@@ -185,7 +187,8 @@ def given_up(course: Course, why: str) -> Course:
         case Phase.OPEN | Phase.PREPARE | Phase.WAIT:
             return _abort(course, Failure("daemon_not_ready", why))
         case Phase.COMMIT | Phase.ABORT | Phase.READ:
-            failure = course.failure or Failure("daemon_unreachable", why, LEADER)
+            code = "decision_unknown" if course.asked else "daemon_unreachable"
+            failure = course.failure or Failure(code, why, LEADER)
             return dataclasses.replace(course, phase=Phase.DONE, failure=failure)
     return dataclasses.replace(course, phase=Phase.DONE, failure=course.failure or Failure("daemon_unreachable", why))
 
@@ -266,7 +269,7 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
     if not same_on_all(held):
         versions = ", ".join(f"rank {rank} {one.versions.version}" for rank, one in enumerate(held))
         return _abort(course, Failure("ranks_disagree", f"the ranks prepared different versions: {versions}"))
-    return dataclasses.replace(course, phase=Phase.COMMIT, may_commit=True)
+    return dataclasses.replace(course, phase=Phase.COMMIT, may_commit=True, asked=True)
 
 
 def _decided(course: Course, answer: Answer) -> Course:

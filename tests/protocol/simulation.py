@@ -206,7 +206,7 @@ class Simulation:
                 case Verb.COMMIT | Verb.ABORT:
                     write = self.rules.commit if ask.verb is Verb.COMMIT else self.rules.abort
                     more = (world.ranks[0].prepared,) if ask.verb is Verb.COMMIT else ()
-                    ledger = write(world.ledger, ask.transaction or "", *more)  # type: ignore[operator]
+                    ledger = write(world.ledger, ask.transaction or "", *more)
                     world = self._resolve(self._written(world, ledger), 0) if world.ledger != ledger else world
                     return world, ledger.decision(ask.transaction or "")
                 case Verb.READ:
@@ -377,8 +377,8 @@ class Simulation:
                         waits = tuple(sorted((*late, ask)))
                         yield (number, ask, "is late"), (world, waits, lates - 1, deaths, vaults, engines, *rest)
         for number, engine in enumerate(engines):
-            for what, new, after in self._engine(world, *engine):
-                rest = (*engines[:number], after, *engines[number + 1 :])
+            for what, new, engine_after in self._engine(world, *engine):
+                rest = (*engines[:number], engine_after, *engines[number + 1 :])
                 yield (what,), (new, late, lates, deaths, vaults, rest, *coordinators)
 
     def _engine(self, world_id: int, version: str, having: int) -> Iterator[tuple[str, int, tuple[str, int]]]:
@@ -404,7 +404,7 @@ class Simulation:
     def run(self, *, max_states: int = 3_000_000) -> Simulation:
         """Visit every state; Violation with the way there."""
         first = self.first()
-        came: dict[tuple[Any, ...], tuple[tuple[Any, ...] | None, str]] = {first: (None, ())}
+        came: dict[tuple[Any, ...], tuple[tuple[Any, ...] | None, tuple[Any, ...]]] = {first: (None, ())}
         waiting = deque([first])
         checked: set[int] = set()
         while waiting:
