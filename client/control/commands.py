@@ -1,8 +1,8 @@
 """``weightcached update`` and ``weightcached rollback``: other weights at all ranks of a group, or at none.
 
 Exit codes: 0 every rank serves it · 1 not now: another change is under way, or the time is over; nothing changed · 2
-it cannot be done, and nothing changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0 was
-asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
+it cannot be done, and nothing changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
+was asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
 """
 
 from __future__ import annotations
