@@ -10,10 +10,11 @@
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
+    │   ├── GenerationGone · SnapshotUnwritable · RanksDisagree
+    │   └── StageLost
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · PushMismatch
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
@@ -158,6 +159,12 @@ class RanksDisagree(DeploymentError):
     code = "ranks_disagree"
 
 
+class StageLost(DeploymentError):
+    """A trainer, or the daemon it pushes to, went away before all was pushed. What is served has not changed."""
+
+    code = "stage_lost"
+
+
 class SnapshotUnwritable(DeploymentError):
     """A snapshot cannot be written there. One that was there before is still whole."""
 
@@ -294,6 +301,14 @@ class SnapshotMismatch(ConfigurationError):
     """The snapshot is of another configuration or content than what was asked for, or of another release."""
 
     code = "snapshot_mismatch"
+
+
+class PushMismatch(ConfigurationError):
+    """What a trainer pushed is not what the daemon's plan needs: a name, shape, dtype or box, or something is missing.
+    What is served has not changed.
+    """
+
+    code = "push_mismatch"
 
 
 class InvalidOption(ConfigurationError):
