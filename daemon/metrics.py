@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from weightcached.daemon.mapped import Mapped
 from weightcached.daemon.seen import Seen
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.protocol.messages import Durations, Report, VaultState
 
 PREFIX = "weightcached_"
@@ -34,7 +34,7 @@ _Reading = Callable[[Report], float | None]
 _Readings = Callable[[Report], Mapping[str, float]]
 
 _GAUGES: dict[str, tuple[str, _Reading]] = {
-    "ready": ("1 while engines are granted weights.", lambda r: r.state == State.READY),
+    "ready": ("1 while engines are granted weights.", lambda r: r.state in SERVING),
     "resident_bytes": ("Bytes of the weights that are served.", lambda r: r.resident_nbytes),
     "own_memory_bytes": ("Anonymous memory of the keeper itself.", lambda r: r.own_memory_nbytes),
     "generations": ("Generations that are held, quarantined ones included.", lambda r: r.generations),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from weightcached.daemon.leases import DETACHED_AFTER_S
 from weightcached.daemon.seen import Seen, as_json, collect
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
@@ -31,9 +31,9 @@ def exit_code(seen: Sequence[Seen]) -> int:
     if not seen:
         return 3
     states = {one.state for one in seen}
-    if states == {State.READY}:
+    if states <= SERVING:
         return 0
-    return 1 if states <= {State.READY, State.STARTING, State.ADOPTING, State.LOADING} else 2
+    return 1 if states <= {*SERVING, State.STARTING, State.ADOPTING, State.LOADING} else 2
 
 
 def render(seen: Sequence[Seen]) -> list[str]:
@@ -69,7 +69,7 @@ def _rank(one: Seen, report: Report) -> str:
 
 
 def _progress(report: Report) -> str:
-    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING):
+    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING, State.UPDATING):
         return "-"
     if not report.bytes_total:
         return report.stage
