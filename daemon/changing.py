@@ -118,6 +118,7 @@ class Changing:
             self._pushed = asked.source, asyncio.get_running_loop().create_future()
         log.info("change", extra={"transaction": asked.transaction, "change": "preparing", "source": asked.source.kind})
         self._record.machine.move(State.UPDATING)
+        self._record.events.say("change")
         self._task = asyncio.create_task(self._run(asked), name="prepare a change")
 
     def expected_push(self, transaction: str) -> FromTrainer:
@@ -220,6 +221,7 @@ class Changing:
         }
         self.info = ChangeInfo.model_validate(known)
         log.info("change", extra={"transaction": self.info.transaction, "change": state, "generation": generation})
+        self._record.events.say("change", self.info.error or "")
         self._record.changes.announce()
 
     # Deciding
@@ -252,8 +254,8 @@ class Changing:
         generations = self._record.generations
         generations.prepared = None
         generations.keep = self._record.options.keep_generations if waiting.keep is None else waiting.keep
-        self._ended("committed", generation=waiting.generation)
         self._publishing.switch(waiting.generation)
+        self._ended("committed", generation=waiting.generation)
         self._freeing.wake()
 
     async def abort(self, transaction: str, ledger: Ledger | None) -> None:

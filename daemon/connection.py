@@ -264,6 +264,8 @@ class Connection:
             self._record.leases.held(peer=self.peer, claimed_pid=asked.pid, name=asked.name, generation=generation.id)
         )
         self._lease = lease  # from here on events are not missed
+        self._record.events.lease("lease_opened", lease)
+        self._held.callback(self._record.events.lease, "lease_closed", lease)
         grant = generation.grant(nonce=self._record.nonce)
         with generation.export() if isinstance(asked, Hello) else OwnedFds() as fds:
             await self._send(grant, [fds[position] for position in range(len(fds))])

@@ -59,12 +59,14 @@ class Freeing:
         published = self._record.generations.remove(generation_id)
         if published is None:
             return
+        version = published.generation.version
         try:
             await published.digesting.stop()
             await self._custody.forget([generation_id])
         finally:
             published.generation.memory.close()
         log.info("generation dropped", extra={"generation": generation_id, "reason": reason})
+        self._record.events.say("generation_dropped", reason, generation=generation_id, version=version)
         self._record.changes.announce()
 
     async def stop(self) -> None:

@@ -13,6 +13,7 @@ import stat
 
 from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
+from weightcached.daemon.control.plane import ControlPlane
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.generations import Generations
@@ -51,6 +52,7 @@ class Keeper:
         def changed(state: State) -> None:
             log.info("state", extra={"state": state.value})
             changes.announce()
+            self._record.events.say("state")
 
         self._claim = claim
         self._handed = handed
@@ -66,6 +68,7 @@ class Keeper:
             generations=Generations(keep=options.keep_generations, grace_s=options.adoption_grace_s),
             release=self._release,
         )
+        self._record.progress.on_update = self._record.events.progress
         self._signs = Signs(notifier, self._record)
         self._stop_asked = asyncio.Semaphore(0)
         """Released once for each SIGTERM or SIGINT, and when a client has said that the place is to be given up."""
@@ -111,6 +114,9 @@ class Keeper:
     async def _serve(self, custody: Custody, server: Server) -> None:
         publishing = Publishing(self._record, custody, server.tell)
         updates = Updates(self._record, custody, publishing)
+        self._record.events.describe = updates.commands.describe
+        plane = ControlPlane(self._record, self._claim, updates.commands.handle)
+        plane.start()
         bringing_up = asyncio.create_task(self._bring_up(custody, publishing, updates), name="bring up")
         stopping = asyncio.create_task(self._stop_asked.acquire(), name="told to stop")
         told = False
@@ -125,8 +131,11 @@ class Keeper:
             await self._signs.stopping()
             bringing_up.cancel()
             await asyncio.wait({bringing_up})
-            await updates.stop()
-            await self._stop(custody, server, publishing, told=told)
+            try:
+                await updates.stop()
+                await self._stop(custody, server, publishing, told=told)
+            finally:
+                await plane.close()
 
     # Stopping
 
@@ -135,6 +144,7 @@ class Keeper:
         await publishing.stop()
         served = record.published.generation.id if record.published is not None else None
         server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
+        record.events.say("draining", "the daemon is stopping")
         await self._drain(server)
         handing_on = self._vault.keeps and not told  # a bug ends us: all that is kept is the next keeper's
         if handing_on:
@@ -232,4 +242,5 @@ class Keeper:
         self._record.last_error = error
         self._record.progress.update("failed")
         log.error("the load failed", extra={"code": error.code, "reason": str(error)})
+        self._record.events.say("failed", str(error))
         self._record.machine.move(State.FAILED)

@@ -48,6 +48,7 @@ class Publishing:
         self._record.generations.make_current(generation.id)
         self._announce(generation, adopted=adopted)
         self._record.machine.move(State.READY)
+        self._record.events.say("published", drops=DROPS)
         self._look_at_files(generation, unproven)
 
     def hold(
@@ -101,6 +102,7 @@ class Publishing:
                 drops=DROPS,
             )
         )
+        record.events.say("published", drops=DROPS)
         self._look_at_files(generation, published.unproven)
 
     def _announce(self, generation: Generation, *, adopted: bool) -> None:
@@ -161,6 +163,7 @@ class Publishing:
             self._now_unproven(generation_id, str(verdict.error))
             log.error("the files are not what is served", extra={"reason": str(verdict.error)})
             self._tell(Event(kind="failed", generation=generation_id, message=str(verdict.error)))
+            self._record.events.say("failed", str(verdict.error))
         else:
             self._now_unproven(generation_id, verdict.reason)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.durations import ATTACH_BOUNDS_S, LOAD_BOUNDS_S, DurationCounts
+from weightcached.daemon.events import Events
 from weightcached.daemon.generations import Generations, Published
 from weightcached.daemon.leases import FallbackCount, LeaseBook
 from weightcached.daemon.options import ServeOptions
@@ -97,6 +98,10 @@ class Record:
     model_path: str | None = None
     config: CacheConfig | None = None
     last_error: WeightCacheError | None = None
+    events: Events = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = Events(self)
 
     @property
     def published(self) -> Published | None:

@@ -32,6 +32,7 @@ from weightcached.protocol.transaction import Outcome
 
 CONTROL_REQUEST_MAX_BYTES = 64 * 1024
 CONTROL_ANSWER_MAX_BYTES = 1024 * 1024
+SUBSCRIPTION_MAX_BYTES = 64
 
 # Commands
 
@@ -275,3 +276,7 @@ CONTROL_EVENTS = Dialect(
     items_max=64 * 1024,
     list_max=64 * 1024,
 )
+EVENTS_TOPIC = b"e"
+"""What a listener subscribes to, for every event."""
+SUBSCRIPTIONS_MAX = 16
+"""Of one listener at a time."""

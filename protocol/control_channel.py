@@ -31,6 +31,7 @@ from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_REQUESTS
 from weightcached.protocol.control_sockets import (
     Socket,
     endpoint,
+    frame_max,
     has_message,
     limit,
     readable,
@@ -184,7 +185,7 @@ class _Attempt:
         self._request_id = request_id
         self._where = place.control_path
         self._dealer = context.socket(zmq.DEALER)
-        limit(self._dealer, incoming=CONTROL_ANSWERS, queued_max=4)
+        limit(self._dealer, incoming_max=frame_max(CONTROL_ANSWERS), queued_max=4)
         self._dealer.set(zmq.RECONNECT_IVL, -1)
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
         self._greeted = False

@@ -27,13 +27,17 @@ def endpoint(path: Path) -> str:
     return f"ipc://{path}"
 
 
-def limit(socket: Socket, *, incoming: Dialect | None, queued_max: int) -> None:
-    """Nothing is kept once it is closed, no message may be over ``incoming``'s largest frame, and at most
+def frame_max(dialect: Dialect) -> int:
+    """Bytes of the largest frame of ``dialect``."""
+    return HEADER.size + dialect.body_max_bytes
+
+
+def limit(socket: Socket, *, incoming_max: int, queued_max: int) -> None:
+    """Nothing is kept once it is closed, no part of a message may be over ``incoming_max`` bytes, and at most
     ``queued_max`` messages wait in each direction for each peer.
     """
     socket.set(zmq.LINGER, 0)
-    if incoming is not None:
-        socket.set(zmq.MAXMSGSIZE, HEADER.size + incoming.body_max_bytes)
+    socket.set(zmq.MAXMSGSIZE, incoming_max)
     socket.set(zmq.RCVHWM, queued_max)
     socket.set(zmq.SNDHWM, queued_max)
 
