@@ -1,6 +1,7 @@
 """All that the keeper has for changing what it serves, put together: made once, begun when something is served, ended.
 
-Owns which part knows which. The control plane is given :attr:`Updates.commands`; a trainer's pushes :attr:`changing`.
+Owns which part knows which. The control plane is given :attr:`Updates.commands`; who attends to trainers is in the
+record.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weightcached.daemon.making import Making
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.rank_state import rank_info
 from weightcached.daemon.record import Record
+from weightcached.daemon.staging import Staging
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
@@ -36,6 +38,7 @@ class Updates:
         changes = ChangeCustody(custody)
         making = Making(record, changes, self._freeing, Finding(options, record.progress))
         self.changing = Changing(record, changes, publishing, self._freeing, making)
+        self._staging = Staging(record, self.changing, self._freeing)
         leads = rank_info(options.place.name, options.parallel).is_leader
         self._following = None if leads else Following(options.place, self.changing, _ask)
         self.commands = Commands(record, custody, changes, self.changing, self._freeing, self._following)
@@ -48,6 +51,7 @@ class Updates:
         held.pins.update(pinned for pinned in written.pins if held.get(pinned) is not None)
         self.changing.restore()
         self._record.awaits_decision = self.commands.wants
+        self._record.staging = self._staging
         self._freeing.start()
         self.commands.follow()
 
