@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import (
     DeploymentError,
+    InsufficientMemory,
     ProtocolError,
     SnapshotMismatch,
     TransferError,
@@ -40,6 +41,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.admission import Room
 from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
@@ -85,6 +87,8 @@ class LoadRequest:
     """Of the engine that makes the config's layout, where there is one."""
     engine_inputs: str | None = None
     """What its key was computed from, as one hash."""
+    make_room: Callable[[], Awaitable[bool]] | None = None
+    """Gives back some memory that is not needed; whether there was any. Asked as long as the shard does not fit."""
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -128,7 +132,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise _out_of_turn(planned, expected="Planned")
-        room = await in_thread(partial(kind.admit, sum(planned.segments_nbytes)))
+        room = await _admitted(kind, sum(planned.segments_nbytes), request.make_room)
         log.info(
             "planned",
             extra={
@@ -185,6 +189,16 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     seconds=done.seconds,
                     engine_inputs=request.engine_inputs,
                 )
+
+
+async def _admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
+    """Measured, again after each time that something was given back. Raises InsufficientMemory."""
+    while True:
+        try:
+            return await in_thread(partial(kind.admit, nbytes))
+        except InsufficientMemory:
+            if make_room is None or not await make_room():
+                raise
 
 
 def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:

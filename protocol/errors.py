@@ -2,18 +2,17 @@
 
     WeightCacheError
     ├── NotReadyError                 wait, or allow more time
-    │   ├── DaemonNotReady
-    │   └── UpdateConflict
+    │   └── DaemonNotReady · UpdateConflict · ReadersInside
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
+    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
@@ -21,7 +20,7 @@
     │   └── UnusableValue · SnapshotUnusable
     └── ContractError                 report a bug (or a hostile peer)
         ├── ProtocolError · TransferError · InternalError
-        └── PlanError · BindError
+        └── PlanError · BindError · BarrierError
 
 Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them
 changes nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold
@@ -98,6 +97,13 @@ class UpdateConflict(NotReadyError):
     code = "update_conflict"
 
 
+class ReadersInside(NotReadyError):
+    """Somebody still computed with the weights when the time to stop them was over; the message names who. Nothing was
+    exchanged, and the readers go on."""
+
+    code = "readers_inside"
+
+
 class DeploymentError(WeightCacheError):
     """Something about processes, paths, permissions or memory of this host has to change."""
 
@@ -157,6 +163,13 @@ class RanksDisagree(DeploymentError):
     what was attached is given back."""
 
     code = "ranks_disagree"
+
+
+class SwapFailed(DeploymentError):
+    """The kernel or the driver refused to move memory while one generation took the place of another. The weights are
+    what they were before, unless the message says otherwise."""
+
+    code = "swap_failed"
 
 
 class SnapshotUnwritable(DeploymentError):
@@ -295,6 +308,13 @@ class SnapshotMismatch(ConfigurationError):
     """The snapshot is of another configuration or content than what was asked for, or of another release."""
 
     code = "snapshot_mismatch"
+
+
+class SwapRefused(ConfigurationError):
+    """A generation cannot take the place of the one in use: it has another layout, or this process has written to
+    parameters that it would lose. The message names what. Nothing was exchanged."""
+
+    code = "swap_refused"
 
 
 class InvalidOption(ConfigurationError):
@@ -436,6 +456,13 @@ class BindError(ContractError):
     """Weights and module do not fit: a parameter missing, left over, of other shape or dtype, or left uninitialised."""
 
     code = "bind"
+
+
+class BarrierError(ContractError):
+    """Weights were to be exchanged while somebody may compute with them, or a barrier was used in a way that holds
+    nobody. Nothing was exchanged."""
+
+    code = "barrier"
 
 
 def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
