@@ -268,7 +268,7 @@ class Commands:
                 expected="one that is neither served nor part of a change",
                 found=f"generation {asked.generation}: {standing}",
             )
-        leases = self._record.leases.generations()[asked.generation]
+        leases = self._record.leases.counts()[asked.generation]
         if not asked.force and (leases or held.is_pinned(asked.generation)):
             raise UpdateConflict(
                 "this generation is in use",

@@ -99,8 +99,12 @@ class LeaseBook:
         heard_s = time.monotonic() - DETACHED_AFTER_S
         return sum(lease.heard_s < heard_s for lease in self._leases)
 
-    def generations(self) -> Counter[str]:
-        """Those that are leased, each with how often."""
+    def generations(self) -> set[str]:
+        """Those that are leased."""
+        return {lease.generation for lease in self._leases}
+
+    def counts(self) -> Counter[str]:
+        """How many leases each generation has."""
         return Counter(lease.generation for lease in self._leases)
 
 

@@ -31,7 +31,7 @@ def rank_info(name: str, parallel: Parallel) -> RankInfo:
 
 def generation_infos(record: Record) -> tuple[GenerationInfo, ...]:
     """Everything that is held, the current one first, then the others, the newest first."""
-    leases = record.leases.generations()
+    leases = record.leases.counts()
     return tuple(_info(record, one, leases[one.generation.id]) for one in record.generations.all[:GENERATIONS_MAX])
 
 

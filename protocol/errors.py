@@ -105,6 +105,12 @@ class ReadersInside(NotReadyError):
     code = "readers_inside"
 
 
+class DecisionUnknown(NotReadyError):
+    """Rank 0 was asked to commit a change and does not answer. It is committed everywhere, or nowhere, once it does."""
+
+    code = "decision_unknown"
+
+
 class DeploymentError(WeightCacheError):
     """Something about processes, paths, permissions or memory of this host has to change."""
 
