@@ -79,7 +79,7 @@ async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over
             progress.update("push weights", bytes_done=0, bytes_total=planned.bytes_to_read)
             staged = Staged(
                 generation=generation_id,
-                base_version=base.version,
+                base_version=base.receipts_version,
                 bucket_nbytes=stage.bucket_nbytes,
                 bucket_count=stage.bucket_count,
             )

@@ -45,10 +45,14 @@ class Waiting(Protocol):
 class Staging:
     """Of one keeper."""
 
-    def __init__(self, record: Record, changing: Waiting, freeing: Freeing) -> None:
+    def __init__(
+        self, record: Record, changing: Waiting, freeing: Freeing, give_up: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """``give_up`` a transaction: has the leader write down that it is aborted, where this is the leader."""
         self._record = record
         self._changing = changing
         self._freeing = freeing
+        self._give_up = give_up
 
     async def attend(self, stage: Stage, channel: AsyncChannel, tell: Tell) -> None:
         """Attend to the trainer behind ``channel``, until its change is prepared. Raises why it is not; what sending
@@ -68,19 +72,14 @@ class Staging:
         finally:
             preparing.cancel()  # who waits for the change, not the change
             await attendance.end()
+        if attendance.was_lost and info.state == "failed":
+            await self._give_up(stage.transaction)  # whoever began the change is gone, and ours cannot be committed
         attendance.require_prepared(info)
 
     def _request(self, stage: Stage, source: FromTrainer) -> PushRequest:
         published = self._record.published
         if published is None:
             raise DaemonNotReady("the daemon serves nothing that could be changed")
-        if stage.base != published.generation.id:
-            raise UpdateConflict(
-                "this rank serves another generation than the push is for",
-                expected=f"generation {stage.base}",
-                found=f"generation {published.generation.id}",
-                next_step="look at what is served now, and begin anew",
-            )
         return PushRequest(
             base=published.generation,
             stage=stage,
@@ -117,6 +116,11 @@ class _Attendance:
         """There is no trainer any more."""
         if not self._lost.done():
             self._lost.set_result(why)
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the change was given up because the trainer is gone."""
+        return isinstance(self._failure, StageLost)
 
     async def make(self) -> Generation:
         """The weights, once all are pushed. Raises StageLost when the trainer is gone before."""

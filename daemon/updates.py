@@ -20,6 +20,7 @@ from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.rank_state import rank_info
 from weightcached.daemon.record import Record
 from weightcached.daemon.staging import Staging
+from weightcached.protocol.control import Decide
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
@@ -38,10 +39,10 @@ class Updates:
         changes = ChangeCustody(custody)
         making = Making(record, changes, self._freeing, Finding(options, record.progress))
         self.changing = Changing(record, changes, publishing, self._freeing, making)
-        self._staging = Staging(record, self.changing, self._freeing)
         leads = rank_info(options.place.name, options.parallel).is_leader
         self._following = None if leads else Following(options.place, self.changing, _ask)
         self.commands = Commands(record, custody, changes, self.changing, self._freeing, self._following)
+        self._staging = Staging(record, self.changing, self._freeing, self._give_up)
 
     def begin(self) -> None:
         """Something is served: take up what the keeper before this one had been told, and had prepared."""
@@ -54,6 +55,10 @@ class Updates:
         self._record.staging = self._staging
         self._freeing.start()
         self.commands.follow()
+
+    async def _give_up(self, transaction: str) -> None:
+        if self._following is None:
+            await self.commands.handle(Decide(transaction=transaction, commit=False))
 
     async def stop(self) -> None:
         """End what is under way. What is prepared stays prepared. Safe before :meth:`begin`."""

@@ -41,8 +41,6 @@ class Filled:
     encode: Callable[..., bytes]
     assigned_version: str | None = None
     """Of what a trainer has pushed."""
-    finished: Callable[[str], None] = lambda _generation: None
-    """To be called when the keeper has been told: whoever filled the segment may wait for that."""
 
 
 class Source(Protocol):

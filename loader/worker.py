@@ -121,7 +121,6 @@ def _report_done(channel: Channel, job: Job, source: Source, filled: Filled, man
             assigned_version=filled.assigned_version,
         )
         channel.send(done, [fd])
-    filled.finished(job.generation)
 
 
 def _job(channel: Channel) -> tuple[Job, OwnedFds]:

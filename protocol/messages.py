@@ -107,8 +107,6 @@ class Stage(Message):
     name: ShortText
     pid: Count
     transaction: Hex32
-    base: Hex32
-    """The generation that is served, which the change is on top of."""
     bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=4096)]
     bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
 
@@ -242,6 +240,7 @@ class Staged(Message):
     generation: Hex32
     """What it will be when it is prepared."""
     base_version: ShortText
+    """Of the generation that is served, which the push is on top of: the one of its two that never changes."""
     bucket_nbytes: Count
     bucket_count: Count
 

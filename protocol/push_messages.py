@@ -3,9 +3,9 @@
 The weights themselves go through *buckets*: memory that both map, which the trainer writes and the worker reads. The
 worker says what is ``Wanted``, page by page; then the trainer sends a ``Bucket`` as often as it has filled one, and may
 write to it again only when the worker has said that it is ``Free``. After ``Finish`` the worker answers ``Filled`` with
-a digest of all that is resident now, takes the version that the trainer makes of every rank's (``assigned.py``), and
-says ``Finished``. Where something is wrong the socket just ends: why, is said on the trainer's connection to the
-keeper. Same framing as the data plane.
+a digest of all that is resident now and takes the version that the trainer makes of every rank's (``assigned.py``);
+when the change is prepared is the control plane's to say. Where something is wrong the socket just ends: why, is said
+on the trainer's connection to the keeper. Same framing as the data plane.
 
 Nobody's word is taken for a box: a piece says which tensor and which box of it lies where in the bucket, its size
 follows from that, and its XXH3-128 has to be that of the bytes that the worker reads.
@@ -103,13 +103,6 @@ class Assign(Message):
     version: ShortText
 
 
-class Finished(Message):
-    """The keeper has been given the finished generation: whether it is prepared is the control plane's to say."""
-
-    generation: Hex32
-    version: ShortText
-
-
 TRAINER_TO_WORKER = Dialect(
     "trainer to worker",
     {1: Bucket, 2: Finish, 3: Assign},
@@ -120,7 +113,7 @@ TRAINER_TO_WORKER = Dialect(
 )
 WORKER_TO_TRAINER = Dialect(
     "worker to trainer",
-    {64: Wanted, 65: Free, 66: Filled, 67: Finished},
+    {64: Wanted, 65: Free, 66: Filled},
     body_max_bytes=_BODY_MAX_BYTES,
     fds_max=0,
     items_max=256 * 1024,

@@ -57,7 +57,6 @@ from weightcached.protocol.push_messages import (
     Bucket,
     Filled,
     Finish,
-    Finished,
     Free,
     Piece,
     Wanted,
@@ -96,7 +95,6 @@ class RankPush:
         place: Place,
         *,
         transaction: str,
-        base: str,
         name: str,
         bucket_nbytes: int,
         bucket_count: int,
@@ -117,7 +115,6 @@ class RankPush:
                 name=name,
                 pid=os.getpid(),
                 transaction=transaction,
-                base=base,
                 bucket_nbytes=bucket_nbytes,
                 bucket_count=bucket_count,
             )
@@ -228,9 +225,10 @@ class RankPush:
         return self._hear(Filled)
 
     def assign(self, version: str) -> None:
-        """Blocks until the daemon has the finished generation."""
+        """That is its version. The daemon has what it needs; the change is prepared when the control plane says so, and
+        until then this is to be kept open.
+        """
         self._say(Assign(version=version))
-        self._hear(Finished)
 
     def close(self) -> None:
         """Give everything back. A stage that is not finished is given up by the daemon. Safe to call twice."""

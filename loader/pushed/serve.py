@@ -37,7 +37,6 @@ from weightcached.protocol.push_messages import (
     Bucket,
     Filled,
     Finish,
-    Finished,
     Free,
     Piece,
 )
@@ -187,13 +186,6 @@ class Trainer:
         if not isinstance(message, Assign):
             raise _out_of_turn(message, "Assign")
         return message.version
-
-    def finished(self, generation: str, version: str) -> None:
-        """The keeper has it. Whether the trainer hears that does not matter any more: the change goes its way."""
-        try:
-            self._say(Finished(generation=generation, version=version))
-        except PeerClosed:
-            return
 
     def _say(self, message: Message) -> None:
         with self._sending:

@@ -128,5 +128,4 @@ class PushedSource:
             seconds,
             partial(pipeline.encode, loaded, self._prepared),
             assigned_version=version,
-            finished=partial(self._trainer.finished, version=version),
         )
