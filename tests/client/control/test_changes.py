@@ -1,15 +1,11 @@
-"""Update, rollback, and what is held, over two real ranks: all change or none does, and every refusal says who and why."""
+"""Update, rollback, and what is held, over two real ranks: all change or none does; refusals say who, and why."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.support.commanding import from_directory, other_weights
-from tests.support.groups import Change, group, versions, waiting
-from weightcached.client.control import drop, generations, pin, resolve, rollback, update
-from weightcached.protocol.errors import UpdateConflict
+from tests.support.groups import group, versions, waiting
+from weightcached.client.control import rollback, update
 
 
 def test_updated_and_rolled_back_on_both_ranks(settled_model: Path, other: Path, runtime_dir: Path) -> None:
