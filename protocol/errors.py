@@ -9,10 +9,11 @@
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
+    │   ├── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
+    │   └── StageLost
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused · PushMismatch
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
@@ -104,6 +105,12 @@ class ReadersInside(NotReadyError):
     code = "readers_inside"
 
 
+class DecisionUnknown(NotReadyError):
+    """Rank 0 was asked to commit a change and does not answer. It is committed everywhere, or nowhere, once it does."""
+
+    code = "decision_unknown"
+
+
 class DeploymentError(WeightCacheError):
     """Something about processes, paths, permissions or memory of this host has to change."""
 
@@ -163,6 +170,12 @@ class RanksDisagree(DeploymentError):
     what was attached is given back."""
 
     code = "ranks_disagree"
+
+
+class StageLost(DeploymentError):
+    """A trainer, or the daemon it pushes to, went away before all was pushed. What is served has not changed."""
+
+    code = "stage_lost"
 
 
 class SwapFailed(DeploymentError):
@@ -321,6 +334,14 @@ class SnapshotMismatch(ConfigurationError):
     """The snapshot is of another configuration or content than what was asked for, or of another release."""
 
     code = "snapshot_mismatch"
+
+
+class PushMismatch(ConfigurationError):
+    """What a trainer pushed is not what the daemon's plan needs: a name, shape, dtype or box, or something is missing.
+    What is served has not changed.
+    """
+
+    code = "push_mismatch"
 
 
 class SwapRefused(ConfigurationError):

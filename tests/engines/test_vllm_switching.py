@@ -10,7 +10,7 @@ from tests.engines.cases.dense import CASES as DENSE
 from tests.engines.cases.experts import CASES as EXPERTS
 from tests.engines.engine import EngineError
 from tests.engines.generating import ended, of_vllm, said, said_by, started, with_cache
-from tests.support.granted import fine_tuned, generation_of
+from tests.support.fine_tuned import fine_tuned, generation_of
 from weightcached.protocol.places import Place, host_device
 from weightcached.protocol.testing import AnswerSwitches, LyingDaemon, Receive, Step
 

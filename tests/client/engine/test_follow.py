@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.granted import Generation, fine_tuned, generation_of
+from tests.support.fine_tuned import Generation, fine_tuned, generation_of
 from tests.support.recipes import recipe_of
 from weightcached.client import WeightSet, attach
 from weightcached.client.engine import model as engine_model
