@@ -84,8 +84,8 @@ class Making:
         return InsufficientMemory(
             error.message,
             expected=error.expected,
-            found=f"{error.found}, beside {len(held)} generations of {binary_size(nbytes)} that are served, leased or "
-            "pinned",
+            found=f"{error.found}, beside {len(held)} generation{'s' if len(held) != 1 else ''} of {binary_size(nbytes)} "
+            "that are served, leased or pinned",
             where=error.where,
             next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
         )
