@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("weightcached.daemon.status:main", "show every daemon of a runtime directory"),
     "exporter": ("weightcached.daemon.exporter:main", "metrics of every daemon of a runtime directory, at one address"),
     "wait": ("weightcached.daemon.wait:main", "return when places are ready"),
+    "events": ("weightcached.client.control.events_command:main", "tell what happens at the daemons, as it happens"),
+    "ctl": ("weightcached.client.control.ctl_command:main", "one command to one or many daemons, answers as JSON"),
     "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
     "install-units": ("weightcached.daemon.install_units:main", "put the systemd files where systemd looks"),
     "plan": ("weightcached.loader.plan_command:main", "show what would be loaded, from the files' headers alone"),

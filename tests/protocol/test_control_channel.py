@@ -38,10 +38,11 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.places import Place
+from weightcached.protocol.transaction import Outcome
 
 TRANSACTION = "1" * 32
 QUESTION = ReadDecision(transaction=TRANSACTION)
-ANSWER = Decided(transaction=TRANSACTION, outcome="open", vault_id="2" * 32)
+ANSWER = Decided(transaction=TRANSACTION, outcome=Outcome.OPEN, vault_id="2" * 32)
 GOOD = encode_frame(CONTROL_ANSWERS, ANSWER)
 
 Asking = Callable[..., Message]
