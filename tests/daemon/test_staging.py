@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from tests.support.changes import await_change, begin_push, decide, describe, drop, push_begun
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from tests.support.plain import tensors_of
+from tests.support.staging import await_change, begin_push, decide, describe, drop, push_begun
 from weightcached.client import attach
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given
