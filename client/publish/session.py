@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -51,6 +52,10 @@ class Publication:
         self._wait = wait
         self._force = force
         self._buckets = {"bucket_nbytes": bucket_nbytes, "bucket_count": bucket_count}
+        self.seconds: dict[str, float] = {}
+        """What it took: ``begin`` until ranks took what was pushed, ``push`` from the first tensor until all of it was
+        there and digested, ``commit`` until all ranks served it."""
+        self._first_s: float | None = None
         self._opened: Future[GroupPush] = Future()
         self._all_pushed: Future[None] = Future()
         self._changed: Future[Changed] = Future()
@@ -97,9 +102,11 @@ class Publication:
     # The caller's thread
 
     def __enter__(self) -> Publication:
+        began_s = time.monotonic()
         self._thread.start()
         try:
             self._push = self._opened.result()
+            self.seconds["begin"] = time.monotonic() - began_s
         except BaseException:
             self._end()
             raise
@@ -130,6 +137,7 @@ class Publication:
         Raises PushMismatch for a name, dtype, shape or box that the checkpoint does not have, and whatever ended the
         push at a rank; then nothing more can be pushed.
         """
+        self._first_s = self._first_s or time.monotonic()
         if len(given) == 1:
             self._push.push(name, given[0])  # type: ignore[arg-type]
         else:
@@ -141,8 +149,11 @@ class Publication:
         serve then. Raises why nothing changed: what is missing, by name, or what befell which rank.
         """
         version = self._push.finish()
+        all_there_s = time.monotonic()
         self._all_pushed.set_result(None)
         changed = self._changed.result()
+        self.seconds["push"] = all_there_s - (self._first_s or all_there_s)
+        self.seconds["commit"] = time.monotonic() - all_there_s
         if changed.version != version:
             raise ProtocolError(
                 "another version was committed than was pushed", expected=version, found=changed.version

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.support.commanding import from_directory, other_weights
-from tests.support.groups import Change, group, versions, waiting
-from weightcached.client.control import drop, generations, pin, resolve, rollback, update
-from weightcached.protocol.errors import UpdateConflict
+from tests.support.groups import group, versions, waiting
+from weightcached.client.control import rollback, update
 
 
 def test_updated_and_rolled_back_on_both_ranks(settled_model: Path, other: Path, runtime_dir: Path) -> None:
