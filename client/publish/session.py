@@ -58,6 +58,7 @@ class Publication:
         self._first_s: float | None = None
         self._opened: Future[GroupPush] = Future()
         self._all_pushed: Future[None] = Future()
+        self._all_pushed.set_running_or_notify_cancel()  # a coordinator that waits no longer does not make it done
         self._changed: Future[Changed] = Future()
         self._begun: list[RankPush] = []
         self._thread = threading.Thread(target=self._run, name="weightcached-publish", daemon=True)
@@ -97,7 +98,7 @@ class Publication:
 
         await asyncio.to_thread(begin)
         self._opened.set_result(GroupPush(self._begun))
-        await asyncio.shield(asyncio.wrap_future(self._all_pushed))
+        await asyncio.wrap_future(self._all_pushed)
 
     # The caller's thread
 

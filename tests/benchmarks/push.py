@@ -38,10 +38,10 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
 def _measure(nbytes: int, settings: Settings, workspace: Workspace) -> dict[str, list[dict[str, Any]]]:
     name = f"push-{nbytes}"
     written = checkpoints.dense_decoder(workspace.directory / name, nbytes=nbytes, files=2)
-    shared = {"files": [str(file) for file in written.files], "settled": settings.settle}
+    shared: dict[str, Any] = {"files": [str(file) for file in written.files], "settled": settings.settle}
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
     with serving(workspace, written.directory, name=name, ranks=2) as daemon:
-        place = {"runtime_dir": str(daemon.runtime_dir), "name": name}
+        place: dict[str, Any] = {"runtime_dir": str(daemon.runtime_dir), "name": name}
         for number in Turns(len(_WAYS), rounds=settings.rounds):
             way = _WAYS[number]
             answer = (

@@ -42,8 +42,8 @@ def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], ver
     (directory / "config.json").write_bytes((ranks[0].model_dir / "config.json").read_bytes())
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     for rank, served in enumerate(ranks):
-        options = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank}
-        config = build_config(directory, layout="fused", tp_size=len(ranks), tp_rank=rank)
+        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank}
+        config = build_config(directory, **options)
         runtime_dir = served.place.runtime_dir
         with (
             attach(served.model_dir, runtime_dir=runtime_dir, want="current", mode="require", **options) as weights,
@@ -128,10 +128,10 @@ def test_what_is_missing_is_named_and_nothing_changes(ranks: list[Daemon], model
         ("model.norm.weight", "weights", "no tensor"),
     ],
 )
-def test_what_the_checkpoint_does_not_have_is_refused(ranks: list[Daemon], name: str, value: object, said: str) -> None:
+def test_what_the_checkpoint_does_not_have_is_refused(ranks: list[Daemon], name: str, value: Any, said: str) -> None:
     before = versions(ranks)
     with pytest.raises(PushMismatch, match=said):
-        publish({name: value}, partial=True, **where(ranks))  # type: ignore[dict-item]
+        publish({name: value}, partial=True, **where(ranks))
     assert versions(ranks) == before
     assert waiting(ranks) == []
 
@@ -143,7 +143,8 @@ def test_of_two_trainers_the_second_is_told(ranks: list[Daemon], model: Path) ->
             publish(tensors, **where(ranks))
         for name, tensor in tensors.items():
             publication.push(name, tensor)
-        assert versions(ranks) == [publication.commit()] * 2
+        version = publication.commit()
+    assert versions(ranks) == [version, version]
 
 
 def test_a_tensor_may_change_when_push_returns(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:

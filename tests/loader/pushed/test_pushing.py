@@ -148,7 +148,7 @@ def test_arrays_and_what_is_called_for_a_box(tmp_path: Path) -> None:
 
 def test_a_hundred_pushes_leave_nothing_behind(tmp_path: Path) -> None:
     """No descriptor, no mapping, no thread."""
-    small = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 16, "num_hidden_layers": 1}
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 16, "num_hidden_layers": 1}
     served, trained = tiny_llama(tmp_path / "served", **small), other_values(tmp_path / "trained", **small)
     config, tensors = build_config(served, layout="fused", tp_size=1, tp_rank=0), tensors_of(trained)
     with loaded_base(served, config) as base, nothing_left_behind():
