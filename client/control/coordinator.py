@@ -56,6 +56,8 @@ DECIDING_S = 30.0
 """What deciding, and telling all, may take beyond the time that was given for preparing."""
 PATIENCE_S = 5.0
 """For how long a daemon may be away in the middle of a change; a keeper that is started again is back within."""
+ANSWER_S = 30.0
+"""For how long a daemon that is there may take over one answer: none of them waits for a load."""
 _PAUSE_S = 0.1
 
 _MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady, DaemonDraining)
@@ -149,7 +151,7 @@ class Coordinator:
         member = self._group.members[one.rank]
         if member.place is None:
             return Silence("nobody is known to be this rank")
-        deadline = self._deadline if one.verb in _BEGINNING else self._latest
+        deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
         request, answer = self._request(one)
         try:
             found = await ask(

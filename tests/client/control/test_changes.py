@@ -65,10 +65,10 @@ def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, ne
     assert changed.away == ()
     second = versions(ranks)
     assert second != first
-    back = rollback(runtime_dir=at)
-    assert (back.before, versions(ranks)) == (changed.version, first)
-    forward = rollback(changed.version.partition(":")[2][:16], runtime_dir=at)
-    assert (forward.version, versions(ranks)) == (changed.version, second)
+    rollback(runtime_dir=at)
+    assert versions(ranks) == first
+    rollback(second[0].partition(":")[2][:16], runtime_dir=at)  # the beginning of what the ranks compared at first
+    assert versions(ranks) == second
     with pytest.raises(GenerationGone, match="no such version"):
         rollback("receipts:" + "0" * 64, runtime_dir=at)
 
