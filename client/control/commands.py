@@ -117,7 +117,9 @@ def _run(prog: str, given: argparse.Namespace, what: object) -> int:
             return UNKNOWN_EXIT
         return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted; `weightcached update --resolve` ends what it has begun", file=sys.stderr)
+        print(
+            f"{prog}: interrupted: what was being prepared is given up; see `weightcached generations`", file=sys.stderr
+        )
         return NOT_NOW_EXIT
 
 

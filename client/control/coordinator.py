@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from weightcached.client.control.course import (
+    LEADER,
     Answer,
     Ask,
     Change,
@@ -124,10 +125,22 @@ class Coordinator:
                 if not pushing.cancelled() and (error := pushing.exception()) is not None:
                     raise error
             return course
+        except asyncio.CancelledError:
+            await self._leave(course)
+            raise
         finally:
             if pushing is not None:
                 pushing.cancel()
                 await asyncio.wait({pushing})
+
+    async def _leave(self, course: Course) -> None:
+        """Whoever runs this was told to stop: a change that is still prepared is given up, if rank 0 answers at once.
+
+        If not, it stays open for whoever comes next, as if we had been killed.
+        """
+        if course.begins and course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT):
+            self._latest = Deadline.after(PATIENCE_S)
+            await self._answer(Ask(LEADER, Verb.ABORT, course.transaction))
 
     async def _again(self, course: Course, pushing: asyncio.Task[None] | None) -> Course:
         """The same is to be asked once more: not for ever."""

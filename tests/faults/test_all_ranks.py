@@ -198,6 +198,23 @@ def test_a_rollback_that_is_left_at_a_step(two: Two, step: str) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_the_command_gives_its_change_up_when_it_is_interrupted(two: Two) -> None:
+    first = versions(two.ranks)
+    at = two.ranks[0].place.runtime_dir
+    command = [*REAL, "update", "--model", str(two.newer()), "--runtime-dir", str(at)]
+    seen = len(two.ranks[1].log.lines)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    two.in_the_middle()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, "interrupted" in said) == (1, True), said
+    assert Changer(two.ranks[0]).state().open is None
+    two.ranks[1].wait_logged("change", change="aborted", first=seen)  # it has read so by itself
+    two.leave()
+    assert outcome(two, first) == "old"
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", ["opening", "preparing", "committing", "telling"])
 def test_the_command_is_killed_when_it_says_what_it_does(tmp_path: Path, line: str) -> None:
     model = tiny_llama(tmp_path / "model")
