@@ -140,7 +140,7 @@ class Acquiring:
         current = self._custody.record.current
         staged = {one.id for one in self._custody.record.generations if one.staged}
         return sorted(
-            self._custody.candidates.keys() - staged,
+            (id_ for id_ in self._custody.candidates if id_ not in staged),
             key=lambda id_: (id_ != current, -recorded.index(id_) if id_ in recorded else len(recorded)),
         )
 

@@ -226,10 +226,11 @@ class Custody:
     async def forget(self, ids: Iterable[str]) -> None:
         """Remove generations from the vault, and then from the record. Descriptors that are ours stay ours."""
         ids = list(ids)
-        names = set[str]().union(*(self._names.pop(id_, set()) for id_ in ids))
+        names = set[str]().union(*(self._names.get(id_, set()) for id_ in ids))
         if names:
             await self._vault.forget(sorted(names))
         for id_ in ids:
+            self._names.pop(id_, None)
             self.quarantined.pop(id_, None)
             self._keeping.pop(id_, None)
             if (parts := self.candidates.pop(id_, None)) is not None:

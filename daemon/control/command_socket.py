@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from weightcached.daemon.claim import Claim
-from weightcached.daemon.control.door import Door
+from weightcached.daemon.control.door import Door, connection_of
 from weightcached.daemon.refusals import refusal
 from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_REQUESTS, AwaitChange
 from weightcached.protocol.control_channel import REQUEST_ID_BYTES
@@ -83,7 +83,7 @@ class CommandSocket:
                 parts.append(part)
             if not part.more:
                 break
-        number = int(part.get(zmq.SRCFD))
+        number = connection_of(part)
         if number not in self._door.connections:
             return  # nobody is there any more to be answered
         identity, request_id = parts[0].bytes, parts[1].bytes

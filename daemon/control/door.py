@@ -17,8 +17,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import zmq
@@ -66,21 +66,26 @@ class Door:
         self._on_ready = on_ready
         self.connections: set[int] = set()
         """Their descriptors, which are ZeroMQ's."""
-        listener = claim.listen_beside(path, mode=_MODE)
-        self._names = (listener.getsockname(), str(path))
-        self.socket = context.socket(kind)
+        self._full = False
+        with closing(claim.listen_beside(path, mode=_MODE)) as listener:
+            self._names = (listener.getsockname(), str(path))
+            self.socket = context.socket(kind)
+            self._monitor = context.socket(zmq.PAIR)
+            self._set_up(incoming_max=incoming_max, queued_max=queued_max)
+            self.socket.set(zmq.USE_FD, listener.fileno())
+            self.socket.bind(endpoint(path))
+            listener.detach()  # ZeroMQ's from here on
+
+    def _set_up(self, *, incoming_max: int, queued_max: int) -> None:
         limit(self.socket, incoming_max=incoming_max, queued_max=queued_max)
         self.socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_MAX_S * 1000))
         for uid in {0, os.geteuid()}:
             self.socket.set(zmq.IPC_FILTER_UID, uid)
-        self._monitor = context.socket(zmq.PAIR)
         # Without a limit: where there is one, ZeroMQ's own thread waits in the middle of everything for a reader.
         limit(self._monitor, incoming_max=_EVENT_MAX_BYTES, queued_max=0)
         watching = f"inproc://monitor-{id(self)}"
         self.socket.monitor(watching, _WATCHED)
         self._monitor.connect(watching)
-        self.socket.set(zmq.USE_FD, listener.detach())
-        self.socket.bind(endpoint(path))
 
     def open(self) -> None:
         """Call ``on_ready`` from now on."""
@@ -100,31 +105,47 @@ class Door:
                 self._came(number)
             elif number in self.connections:
                 self.connections.discard(number)
+                self._full = False
                 self._on_left(number)
 
     def _came(self, number: int) -> None:
-        """The descriptor may have been closed since, and stand for something else by now: look before acting on it."""
-        try:
-            connection = socket.socket(fileno=os.dup(number))
-        except OSError:
-            return
-        with closing(connection):
-            if connection.family != socket.AF_UNIX or connection.getsockname() not in self._names:
+        with self._connection(number) as connection:
+            if connection is None:
                 return
             peer = peer_of(connection)
             if _NOBODY_ELSE.admits_uid(peer.uid) and len(self.connections) < CONNECTIONS_MAX:
                 self.connections.add(number)
                 return
-            log.warning("let go", extra={"socket": str(self._path), "peer": str(peer), "of": len(self.connections)})
+            if not self._full:  # once, and not for each of a flood
+                self._full = True
+                log.warning("too many connections", extra={"socket": str(self._path), "peer": str(peer)})
             connection.shutdown(socket.SHUT_RDWR)
 
     def let_go(self, number: int) -> None:
         """End a connection that misbehaves, if it is still there."""
-        if number not in self.connections:
-            return
-        with closing(socket.socket(fileno=os.dup(number))) as connection:
-            if connection.family == socket.AF_UNIX and connection.getsockname() in self._names:
+        with self._connection(number) as connection:
+            if connection is not None and number in self.connections:
                 connection.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def _connection(self, number: int) -> Iterator[socket.socket | None]:
+        """A duplicate of one of ZeroMQ's descriptors, while it is a connection of this socket: it may have been closed
+        since it was heard of, and stand for something else by now.
+        """
+        try:
+            duplicate = os.dup(number)
+        except OSError:
+            yield None
+            return
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            yield None
+            return
+        with connection:
+            ours = connection.family == socket.AF_UNIX and connection.getsockname() in self._names
+            yield connection if ours else None
 
     def close(self) -> None:
         """Take nobody else, and end every connection. The file is the claim's to remove."""
@@ -134,3 +155,13 @@ class Door:
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(0)
+
+
+def connection_of(part: zmq.Frame) -> int:
+    """The number of the connection that a part of a message came on; -1 for what ZeroMQ itself says, when a listener
+    has left.
+    """
+    try:
+        return int(part.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

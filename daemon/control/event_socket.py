@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from weightcached.daemon.claim import Claim
-from weightcached.daemon.control.door import Door
+from weightcached.daemon.control.door import Door, connection_of
 from weightcached.protocol.control import (
     CONTROL_EVENTS,
     EVENTS_TOPIC,
@@ -92,7 +92,7 @@ class EventSocket:
             if not has_message(self._door.socket):
                 return
             part = self._door.socket.recv(zmq.NOBLOCK, copy=False)
-            self._subscribed(int(part.get(zmq.SRCFD)), part.bytes, alone=not part.more)
+            self._subscribed(connection_of(part), part.bytes, alone=not part.more)
         self._soon()
 
     def _subscribed(self, number: int, said: bytes, *, alone: bool) -> None:
