@@ -80,7 +80,7 @@ def stage(
     change is under way, InsufficientMemory, UnsupportedModel for a layout that an engine makes, and UntrustedClient for
     users other than root and the daemon's own.
     """
-    from weightcached.client.control.changes import Where
+    from weightcached.client.control.group import Where
     from weightcached.client.publish import session
 
     return session.Publication(

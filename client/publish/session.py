@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import overload
 
-from weightcached.client.control.changes import Changed, Where, change
+from weightcached.client.control.changes import Changed, change
+from weightcached.client.control.group import Where
 from weightcached.client.publish.group import GroupPush
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Value

@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Refused, Staged
@@ -156,7 +157,8 @@ def pushing(
                             outcome.set_result(source.fill(target, lambda *done: progress.append(done)))
                 except Exception as failure:  # noqa: BLE001 - raised again for whoever asks for the outcome
                     outcome.set_exception(failure)
-                    keeper.send(Refused(**report(failure).model_dump(exclude={"transient"})))
+                    with suppress(PeerClosed):  # a trainer that has gone is told nothing
+                        keeper.send(Refused(**report(failure).model_dump(exclude={"transient"})))
 
         thread = threading.Thread(target=work, name="the worker")
         thread.start()

@@ -47,4 +47,4 @@ def test_rows_fill_buckets(used: int, rows: list[int]) -> None:
 
 
 def test_a_row_that_is_too_large_is_cut_too() -> None:
-    assert [shape_of(part) for part in cut((2, 3000), 2)] == [(1, 2048), (1, 952), (1, 2048), (1, 952)]
+    assert [shape_of(part) for part in cut((2, 3000), 2)] == [(1, 2048), (1, 952), (1, 1096), (1, 1904)]
