@@ -21,7 +21,7 @@ from weightcached.client.segments import on_device, on_host, tensor_of
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
-from weightcached.protocol.memory.kinds import SegmentMapping
+from weightcached.protocol.memory.kinds import SegmentBytes, SegmentMapping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
         (several GB/s). What this process wrote to its private pages shows here.
         """
-        return differing_rows(self.manifest, [segment.view() for segment in self._open()])
+        return differing_rows(self.manifest, self.readable())
+
+    def readable(self) -> list[SegmentBytes]:
+        """Each segment's bytes as the host can read them: the memory itself, or pieces of a GPU's, copied when they are
+        asked for. ValueError after :meth:`close`.
+        """
+        return [segment.view() for segment in self._open()]
 
     def memory(self) -> list[memoryview]:
         """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""
