@@ -133,6 +133,13 @@ class _Engine:
     def remap(self) -> None:
         self.weights.remap()
 
+    def take_a_context(self) -> None:
+        """As torch does when it computes: from now on NVML lists this process."""
+        from weightcached.protocol.memory.cuda.context import Context
+        from weightcached.protocol.memory.cuda.devices import find
+
+        self.context = Context(find(None))
+
     def lease(self) -> str:
         assert self.weights.lease is not None
         return self.weights.lease.state
