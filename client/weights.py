@@ -91,6 +91,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Bytes of all segments: what an engine has to count as taken when it sizes its caches."""
         return self._resident_nbytes
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors are: what an engine builds its module and its inputs on. ValueError after :meth:`close`."""
+        return tensor_of(max(self._open(), key=lambda segment: segment.nbytes)).device
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
         tensor = self._tensors.get(name)

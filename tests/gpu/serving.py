@@ -195,9 +195,9 @@ def _served(setting: Setting, model: Path, *, supervised: bool = False) -> Itera
 @contextmanager
 def _attached(setting: Setting, model: Path, runtime_dir: Path) -> Iterator[WeightSet]:
     if setting.rehearsal:
-        from tests.support.gpu_engine import _host_tensor
+        from tests.support.gpu_engine import host_tensor
 
-        segments.device_tensor = _host_tensor
+        segments.device_tensor = host_tensor
     device = f"cuda:{setting.uuid}"
     with attach(model, mode="require", device=device, runtime_dir=runtime_dir, timeout_s=60) as weights:
         yield weights

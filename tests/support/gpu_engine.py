@@ -85,6 +85,21 @@ def gpu_engine(
     assert killed or status == 0
 
 
+def command(*words: object) -> list[str]:
+    """`weightcached …` as a process whose torch has tensors of the fake device's memory."""
+    program = "from tests.support.gpu_engine import run_command; run_command()"
+    return [sys.executable, "-P", "-c", program, *map(str, words)]
+
+
+def run_command() -> None:
+    """What :func:`command` runs."""
+    from weightcached.client import segments
+    from weightcached.daemon import cli
+
+    segments.device_tensor = host_tensor
+    sys.exit(cli.main(sys.argv[1:]))
+
+
 class _Engine:
     """The process's own side."""
 
@@ -167,7 +182,7 @@ class _Engine:
         return sorted(sys.modules)
 
 
-def _host_tensor(segment: Any) -> Any:
+def host_tensor(segment: Any) -> Any:
     """``device_tensor`` for a driver whose device pointers are host pointers: the tensor holds the mapping, too."""
     import torch
 
@@ -181,7 +196,7 @@ def main() -> None:
     from weightcached.client import segments
     from weightcached.protocol.errors import WeightCacheError
 
-    segments.device_tensor = _host_tensor
+    segments.device_tensor = host_tensor
     try:
         engine = _Engine(**json.loads(sys.argv[1]))
     except WeightCacheError as error:
