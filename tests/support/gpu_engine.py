@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,9 @@ class _Engine:
         from weightcached.client import attach
 
         self.weights = attach(**options)
+        self._resumed = threading.Semaphore(0)
+        if self.weights.lease is not None:
+            self.weights.lease.on_resumed(lambda _: self._resumed.release())
 
     def attached(self) -> dict[str, Any]:
         """What it has: the first answer."""
@@ -158,6 +162,11 @@ class _Engine:
     def lease(self) -> str:
         assert self.weights.lease is not None
         return self.weights.lease.state
+
+    def wait_for_its_lease(self) -> str:
+        """Until it has been resumed once more than was waited for before."""
+        assert self._resumed.acquire(timeout=60)
+        return self.lease()
 
     def host_bytes(self) -> str:
         """Asking for what the host cannot have."""
