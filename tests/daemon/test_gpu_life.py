@@ -14,15 +14,14 @@ import pytest
 
 from tests.support.daemons import TIMEOUT_S
 from tests.support.fakecuda import FakeCuda
-from tests.support.gpu_daemons import digests_from_disk, gpu_daemon
+from tests.support.gpu_daemons import gpu_daemon
 from tests.support.gpu_engine import gpu_engine
 
-pytestmark = pytest.mark.timeout(300)  # a story has several starts
+pytestmark = pytest.mark.timeout(600)  # a story has several starts
 
 
 def test_a_life_of_deaths(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
     """An engine is killed; the keeper is, and an engine resumes its lease, sleeps over another death, and is right."""
-    wanted = digests_from_disk(model)
     with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
         first = served.wait_until("ready")
 
@@ -32,6 +31,8 @@ def test_a_life_of_deaths(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -
 
         with gpu_engine(fake_cuda, model, runtime_dir, device="cuda", heartbeat_s=0.2) as staying:
             staying.answer()
+            wanted = staying.ask("digests")
+            assert staying.ask("differing") == []
             with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as killed:
                 killed.answer()
                 assert served.report().lease_count == 2
@@ -62,11 +63,11 @@ def test_whoever_keeps_the_vault_dies_and_engines_alone_keep_the_memory(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path
 ) -> None:
     """With the supervisor its keeper dies, and with both what is kept for engines that come later."""
-    wanted = digests_from_disk(model)
     with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
         report = served.wait_until("ready")
         with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
             engine.answer()
+            wanted = engine.ask("digests")
             keeper = os.pidfd_open(report.pid)
             os.kill(served.pid, signal.SIGKILL)
             served.process.wait(TIMEOUT_S)

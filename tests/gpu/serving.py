@@ -281,7 +281,7 @@ ROWS = (
     Row("kept", "weights outlive their keeper, and a computation does not notice", outlives_its_keeper, 90),
     Row("attach", "attaching takes milliseconds, whatever the size", attach_time, 150),
     Row("graph", "a captured graph replays right after sleep and wake", graph, 60),
-    Row("allocator", "torch's allocator, stream and device stay as they were", allocator, 60),
+    Row("allocator", "torch's allocator, stream and device stay as they were", allocator, 90),
     Row("tokens", "Transformers generates the same from disk and from the cache", same_tokens, 90),
     Row("vllm", "vLLM generates the same from disk and from the cache", same_tokens_of_vllm, 180),
 )
