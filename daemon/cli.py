@@ -27,6 +27,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("weightcached.daemon.status:main", "show every daemon of a runtime directory"),
     "exporter": ("weightcached.daemon.exporter:main", "metrics of every daemon of a runtime directory, at one address"),
     "wait": ("weightcached.daemon.wait:main", "return when places are ready"),
+    "update": (
+        "weightcached.client.control.commands:update_main",
+        "load other weights at all ranks, and switch: all or none",
+    ),
+    "rollback": ("weightcached.client.control.commands:rollback_main", "serve earlier weights again at all ranks"),
+    "generations": (
+        "weightcached.client.control.held_commands:generations_main",
+        "show what every rank holds, and what is under way",
+    ),
+    "pin": ("weightcached.client.control.held_commands:pin_main", "keep a version, whatever would have it freed"),
+    "unpin": ("weightcached.client.control.held_commands:unpin_main", "keep it no longer than needed"),
+    "drop": ("weightcached.client.control.held_commands:drop_main", "free a version that is not served"),
     "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
     "install-units": ("weightcached.daemon.install_units:main", "put the systemd files where systemd looks"),
     "plan": ("weightcached.loader.plan_command:main", "show what would be loaded, from the files' headers alone"),

@@ -22,6 +22,7 @@ from weightcached.daemon.text import binary_size
 from weightcached.protocol.errors import DeviceAbsent, WeightCacheError
 from weightcached.protocol.memory.chosen import GPU_PREFIX
 from weightcached.protocol.memory.cuda import nvml
+from weightcached.protocol.messages import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,16 @@ def look_at_gpus(seen: Sequence[Seen], *, proc: Path = Path("/proc")) -> tuple[G
 def _known(uuid: str, seen: Sequence[Seen]) -> _Known:
     reports = [one.report for one in seen if one.report is not None and one.place.device == GPU_PREFIX + uuid]
     return _Known(
-        sum(report.resident_nbytes + report.quarantined_nbytes for report in reports),
+        sum(_held_nbytes(report) for report in reports),
         frozenset(report.pid for report in reports),
         frozenset(lease.pid for report in reports for lease in report.leases),
     )
+
+
+def _held_nbytes(report: Report) -> int:
+    """Of all generations; a daemon of an earlier release lists only the one that it serves."""
+    listed = sum(one.resident_nbytes for one in report.held)
+    return max(listed, report.resident_nbytes) + report.quarantined_nbytes
 
 
 def _look(uuid: str, known: _Known, proc: Path) -> Gpu:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
 from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
@@ -64,7 +64,7 @@ class Watched:
         self.last_seen = f"{report.state}, stage {report.stage!r}"
         if report.state == State.FAILED:
             raise DaemonFailed("the daemon could not load its weights", found=report.last_error, where=self.place)
-        return report.state == State.READY
+        return report.state in SERVING
 
     def close(self) -> None:
         channel, self._channel = self._channel, None

@@ -21,6 +21,7 @@ from typing import Any
 
 from weightcached.client.attach import attach
 from weightcached.client.engine import model
+from weightcached.client.engine.following import Following
 from weightcached.client.engine.options import EngineOptions, parse, serve_command
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
@@ -134,6 +135,11 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     with stages.stage("weights" if weights is None else "module and bind"):
         module = model.load(recipe, weights, dtype=options.dtype, device=home.device)
     service = Service(recipe, module, weights, mode=options.mode)
+    if options.follow:
+        if weights is None or weights.lease is None:
+            _log.warning("these weights are not a daemon's: --follow has nothing to follow")
+        else:
+            service.following = resources.enter_context(Following(weights.follow(), service.switch_to))
     stages.note("weights", _provenance(service))
     return service
 
@@ -157,6 +163,7 @@ def _attach(options: EngineOptions, model_dir: Path, home: Chosen, deadline: Dea
         "wait_for_daemon_s": options.wait_for_daemon_s,
         "engine_name": "weightcached-engine",
         "on_stale": options.on_stale,
+        "want": "current" if options.follow else "checkpoint",
         "allow_uids": options.allow_uids,
     }
     if options.layout == "hf":
