@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import uvloop
 
 from weightcached.daemon.address import Address
-from weightcached.daemon.named_places import require_apart
 from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.named_places import require_apart
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.places import Place
 from weightcached.protocol.processes import python_command

@@ -5,6 +5,7 @@ The worker is the real one; the trainer is the client's `RankPush` in this proce
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ import psutil
 import pytest
 import torch
 
-from tests.support.changes import await_change, begin_push, decide, describe, drop, push_begun
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from tests.support.plain import tensors_of
+from tests.support.resources import open_fds
+from tests.support.staging import await_change, begin_push, decide, describe, drop, push_begun
 from weightcached.client import attach
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given
@@ -218,3 +220,26 @@ def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
             assert weights.version == version
             for name, tensor in trained(served).items():
                 assert torch.equal(weights[name], tensor), name
+
+
+def test_pushes_leave_nothing_behind(served: Daemon) -> None:
+    """Neither descriptors in the keeper, nor processes, nor memory of stages: committed, given up or failed."""
+
+    def push_once(step: float, end: str) -> None:
+        transaction = begin_push(served)
+        with push_begun(served, transaction) as push:
+            if end != "given up":
+                push_and_finish(push, trained(served, step))
+                assert await_change(served, transaction).state == "prepared"
+        await_change(served, transaction)
+        decide(served, transaction, commit=end == "committed")
+
+    push_once(0.0, "committed")  # what is held from here on: one previous generation
+    before = sorted(open_fds(served.pid).values())
+    for step, end in enumerate(("committed", "given up", "aborted", "committed"), 1):
+        push_once(float(step), end)
+    freed = describe(served)
+    assert len(freed.generations) == 2
+    names = [re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in sorted(open_fds(served.pid).values())]
+    assert names == [re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in before]
+    assert not [one for one in psutil.Process(served.pid).children() if "loader.worker" in " ".join(one.cmdline())]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.fakecuda import CudaHere, FakeDevice
-from weightcached.daemon.named_places import add_rank_arguments, named_places
 from weightcached.protocol.errors import DeviceAbsent, InvalidOption
 from weightcached.protocol.memory.cuda import driver
+from weightcached.protocol.named_places import add_rank_arguments, named_places
 
 RUNTIME_DIR = Path("/run/weightcached")
 UUID = "8f3c21ab-0000-4000-8000-000000000001"

@@ -1,4 +1,4 @@
-"""Places that a command names by sizes and ranks: for commands about all daemons of a model, started or not."""
+"""Which places a command is about: those of the ranks that it names, started or not, or all that have a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.memory.chosen import CPU, chosen
-from weightcached.protocol.places import DEFAULT_NAME, Place
+from weightcached.protocol.places import DEFAULT_NAME, Place, places_in
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
 from weightcached.protocol.shard_options import add_device_argument, device_of_rank
 
@@ -64,3 +64,12 @@ def require_apart(places: Mapping[int, Place]) -> None:
                 found=place,
                 next_step="say --device cuda: rank N then has the GPU with index N",
             )
+
+
+def places_with_socket(runtime_dir: Path, name: str | None) -> list[Place]:
+    """Those of a directory where weights are served, or kept: of one name, or of every name."""
+    return [
+        place
+        for place in places_in(runtime_dir)
+        if (name is None or place.name == name) and place.socket_path.is_socket()
+    ]
