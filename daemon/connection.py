@@ -47,6 +47,7 @@ from weightcached.protocol.messages import (
     Refused,
     Release,
     Resume,
+    Stage,
     Status,
     Switch,
     Unproven,
@@ -170,6 +171,8 @@ class Connection:
             await self._release(message)
         elif isinstance(message, Switch):
             await self._switch(message)
+        elif isinstance(message, Stage):
+            await self._stage(message)
         elif isinstance(message, Hello | Resume):
             if self._lease is not None:
                 found = type(message).__name__
@@ -181,13 +184,26 @@ class Connection:
         return None if self._lease is not None else IDLE_TIMEOUT_S
 
     async def _release(self, message: Release) -> None:
+        self._require_owner("give up the daemon's weights")
+        await self._send(await self._record.release(message))
+
+    def _require_owner(self, what: str) -> None:
         if self.peer.uid not in (0, os.geteuid()):
             raise UntrustedClient(
-                "this user may not give up the daemon's weights",
-                expected="root, or the daemon's own user",
-                found=str(self.peer),
+                f"this user may not {what}", expected="root, or the daemon's own user", found=str(self.peer)
             )
-        await self._send(await self._record.release(message))
+
+    async def _stage(self, stage: Stage) -> None:
+        """A trainer pushes, for as long as it takes: a daemon that stops does not wait for it."""
+        self._require_owner("push weights")
+        if self._lease is not None:
+            raise ProtocolError("this connection is a lease already", expected="one of its own", found="Stage")
+        staging = self._record.staging
+        if staging is None:
+            raise DaemonNotReady("the daemon has not published its weights yet", found=f"state {self._record.state}")
+        self.busy = False
+        await staging.attend(stage, self._channel, self._send)
+        raise _Over
 
     async def _resume(self, resume: Resume) -> None:
         answer = await attend_resume(resume, self._record, self._send)

@@ -115,7 +115,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
     generation_id, kind = secrets.token_hex(16), kind_of(request.config)
     progress.update("start worker")
-    async with _started_worker() as worker:
+    async with started_worker() as worker:
         await worker.send(
             Job(
                 model_dir=request.origin.model_dir,
@@ -131,8 +131,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         planned, none = await worker.receive(progress)
         none.close()
         if not isinstance(planned, Planned):
-            raise _out_of_turn(planned, expected="Planned")
-        room = await _admitted(kind, sum(planned.segments_nbytes), request.make_room)
+            raise out_of_turn(planned, expected="Planned")
+        room = await admitted(kind, sum(planned.segments_nbytes), request.make_room)
         log.info(
             "planned",
             extra={
@@ -148,7 +148,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
                 name = names.segment_name(generation_id, number)
-                await in_thread(partial(_allocate, memory, kind, nbytes, name))
+                await in_thread(partial(allocate, memory, kind, nbytes, name))
             rankless = request.config.rankless_fingerprint
             # Where no file was seen, ranks have the digest to compare from the start.
             stands_in = None if receipts.known else digest
@@ -164,8 +164,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
             done, manifest = await worker.receive(progress)
             with manifest:
                 if not isinstance(done, Done):
-                    raise _out_of_turn(done, expected="Done")
-                _check_manifest(done, manifest)
+                    raise out_of_turn(done, expected="Done")
+                check_manifest(done, manifest)
                 progress.update("seal")
                 await worker.seal(memory, kind)
                 sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
@@ -191,7 +191,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                 )
 
 
-async def _admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
+async def admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
     """Measured, again after each time that something was given back. Raises InsufficientMemory."""
     while True:
         try:
@@ -201,12 +201,13 @@ async def _admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Await
                 raise
 
 
-def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
+def allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
     """Into ``memory`` at once: whoever asked may have been told to stop, and would drop what is only returned."""
     memory.append(kind.allocate(nbytes, name=name))
 
 
-def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
+def out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
+    """A worker that has said ``message`` instead."""
     return ProtocolError("the worker spoke out of turn", expected=expected, found=type(message).__name__)
 
 
@@ -245,7 +246,8 @@ def _receipts(planned: Planned) -> CheckpointReceipts:
     return CheckpointReceipts(planned.receipts, trusted=planned.receipts_trusted, rule=planned.receipts_rule)
 
 
-def _check_manifest(done: Done, manifest: OwnedFds) -> None:
+def check_manifest(done: Done, manifest: OwnedFds) -> None:
+    """Raises TransferError unless the one descriptor that came with ``done`` is a manifest's."""
     if len(manifest) != 1:
         raise TransferError("the worker's report lacks the manifest", expected="1 descriptor", found=len(manifest))
     if done.manifest_nbytes > MANIFEST_MAX_BYTES:
@@ -253,7 +255,7 @@ def _check_manifest(done: Done, manifest: OwnedFds) -> None:
     host.verify(manifest[0], nbytes=done.manifest_nbytes, what="the manifest")
 
 
-class _Worker:
+class Worker:
     """A running worker and the channel to it."""
 
     def __init__(self, child: Child, channel: AsyncChannel) -> None:
@@ -262,6 +264,7 @@ class _Worker:
         self._exit = asyncio.create_task(child.process.wait(), name="worker's exit")
 
     async def send(self, message: Job | Memory, fds: Sequence[int] = ()) -> None:
+        """``fds`` stay the caller's. Raises as :meth:`receive` where it has ended."""
         try:
             await self._channel.send(message, fds)
         except ConnectionError as error:
@@ -342,7 +345,7 @@ def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
 
 
 @asynccontextmanager
-async def _started_worker() -> AsyncIterator[_Worker]:
+async def started_worker() -> AsyncIterator[Worker]:
     """A worker with the other end of our channel; whatever happens in the block, it is gone after it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     channel = AsyncChannel(ours, outgoing=KEEPER_TO_WORKER, incoming=WORKER_TO_KEEPER)
@@ -351,7 +354,7 @@ async def _started_worker() -> AsyncIterator[_Worker]:
             fd = theirs.fileno()
             child = await Child.start("worker", WORKER_MODULE, ["--fd", str(fd)], pass_fds=[fd])
         try:
-            yield _Worker(child, channel)
+            yield Worker(child, channel)
         finally:
             await child.end()
     finally:

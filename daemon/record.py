@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.durations import ATTACH_BOUNDS_S, LOAD_BOUNDS_S, DurationCounts
@@ -21,9 +22,10 @@ from weightcached.daemon.options import ServeOptions
 from weightcached.daemon.progress import Changes, ProgressTracker
 from weightcached.daemon.quota import Quota
 from weightcached.daemon.states import State, StateMachine
+from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import WeightCacheError
-from weightcached.protocol.messages import Release, Released
+from weightcached.protocol.messages import Message, Release, Released, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,16 @@ class Limits:
         )
 
 
+class Stages(Protocol):
+    """Attends to trainers that push."""
+
+    async def attend(self, stage: Stage, channel: AsyncChannel, tell: Tell) -> None: ...
+
+
+Tell = Callable[[Message, Sequence[int]], Awaitable[None]]
+"""Says something to a client, with descriptors, which stay the caller's."""
+
+
 @dataclass(kw_only=True)
 class Record:
     """``config`` and ``published`` are ``None`` until they are known; ``last_error`` is the last that kept us from
@@ -65,6 +77,8 @@ class Record:
     """Carries out what a client that may say so has said."""
     awaits_decision: Callable[[str], bool] = lambda version: False
     """Whether weights of that version are prepared here, and wait for a decision; it is then looked for."""
+    staging: Stages | None = None
+    """Who attends to trainers, once something is served."""
     custody: Custody | None = None
     adoption_seconds: float | None = None
     """From the start of this process until it served what it adopted."""

@@ -1,6 +1,7 @@
 """All that the keeper has for changing what it serves, put together: made once, begun when something is served, ended.
 
-Owns which part knows which. The control plane is given :attr:`Updates.commands`; a trainer's pushes :attr:`changing`.
+Owns which part knows which. The control plane is given :attr:`Updates.commands`; who attends to trainers is in the
+record.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from weightcached.daemon.making import Making
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.rank_state import rank_info
 from weightcached.daemon.record import Record
+from weightcached.daemon.staging import Staging
+from weightcached.protocol.control import Decide
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
@@ -41,6 +44,7 @@ class Updates:
         leads = rank_info(options.place.name, options.parallel).is_leader
         self._following = None if leads else Following(options.place, self.changing, _ask)
         self.commands = Commands(record, custody, changes, self.changing, self._freeing, self._following)
+        self._staging = Staging(record, self.changing, self._freeing, self._give_up)
 
     def begin(self) -> None:
         """Something is served: take up what the keeper before this one had been told, and had prepared."""
@@ -50,8 +54,13 @@ class Updates:
         held.pins.update(pinned for pinned in written.pins if held.get(pinned) is not None)
         self.changing.restore()
         self._record.awaits_decision = self.commands.wants
+        self._record.staging = self._staging
         self._freeing.start()
         self.commands.follow()
+
+    async def _give_up(self, transaction: str) -> None:
+        if self._following is None:
+            await self.commands.handle(Decide(transaction=transaction, commit=False))
 
     async def stop(self) -> None:
         """End what is under way. What is prepared stays prepared. Safe before :meth:`begin`."""

@@ -9,10 +9,11 @@
     │   ├── InsufficientMemory · WorkerDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
+    │   ├── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
+    │   └── StageLost
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused · PushMismatch
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
@@ -171,11 +172,30 @@ class RanksDisagree(DeploymentError):
     code = "ranks_disagree"
 
 
+class StageLost(DeploymentError):
+    """A trainer, or the daemon it pushes to, went away before all was pushed. What is served has not changed."""
+
+    code = "stage_lost"
+
+
 class SwapFailed(DeploymentError):
     """The kernel or the driver refused to move memory while one generation took the place of another. The weights are
-    what they were before, unless the message says otherwise."""
+    what they were before if ``intact``; else nobody may compute with them, and the process should end."""
 
     code = "swap_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        where: object = None,
+        next_step: str | None = None,
+        intact: bool = True,
+    ) -> None:
+        super().__init__(message, expected=expected, found=found, where=where, next_step=next_step)
+        self.intact = intact
 
 
 class SnapshotUnwritable(DeploymentError):
@@ -314,6 +334,14 @@ class SnapshotMismatch(ConfigurationError):
     """The snapshot is of another configuration or content than what was asked for, or of another release."""
 
     code = "snapshot_mismatch"
+
+
+class PushMismatch(ConfigurationError):
+    """What a trainer pushed is not what the daemon's plan needs: a name, shape, dtype or box, or something is missing.
+    What is served has not changed.
+    """
+
+    code = "push_mismatch"
 
 
 class SwapRefused(ConfigurationError):

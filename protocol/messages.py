@@ -91,6 +91,26 @@ class Release(Message):
     """Give up only what is held and not served, and go on serving."""
 
 
+BUCKET_MIN_NBYTES = 64 * 1024
+BUCKET_MAX_NBYTES = 1 << 30
+BUCKETS_MAX = GRANT_FDS_MAX - 1
+
+
+class Stage(Message):
+    """A trainer will push the weights of a change that this daemon prepares (``control.FromTrainer``). The daemon says
+    :class:`Loading` until it can take them, then :class:`Staged`. The connection is held until the change is prepared:
+    its end before that gives up the change here, and :class:`Refused` on it says why the daemon did. Only root and the
+    daemon's own user may say it.
+    """
+
+    client_version: ShortText
+    name: ShortText
+    pid: Count
+    transaction: Hex32
+    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=4096)]
+    bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
+
+
 class Switch(Message):
     """On a lease: ask for another generation, by its id or its version; with neither for the one granted now.
 
@@ -210,6 +230,19 @@ class Released(Message):
 
     generations: Count
     resident_nbytes: Count
+
+
+class Staged(Message):
+    """Weights can be pushed. Carries ``1 + bucket_count`` descriptors: a connected socket to the worker, on which the
+    messages of ``push_messages.py`` are said, then each bucket, writable memory that can be neither shrunk nor grown.
+    """
+
+    generation: Hex32
+    """What it will be when it is prepared."""
+    base_version: ShortText
+    """Of the generation that is served, which the push is on top of: the one of its two that never changes."""
+    bucket_nbytes: Count
+    bucket_count: Count
 
 
 class LeaseInfo(Message):
@@ -382,7 +415,7 @@ class Dialect:
 
 CLIENT_TO_DAEMON = Dialect(
     "client to daemon",
-    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch},
+    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch, 7: Stage},
     body_max_bytes=CLIENT_BODY_MAX_BYTES,
     fds_max=0,
     items_max=4 * 1024,
@@ -390,7 +423,7 @@ CLIENT_TO_DAEMON = Dialect(
 )
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
-    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released},
+    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released, 72: Staged},
     body_max_bytes=DAEMON_BODY_MAX_BYTES,
     fds_max=GRANT_FDS_MAX,
     items_max=256 * 1024,
