@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,11 @@ def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
                 assert torch.equal(weights[name], tensor), name
 
 
+def kinds_of_fds(served: Daemon) -> Counter[str]:
+    """What the keeper holds open, numbers and ids aside."""
+    return Counter(re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in open_fds(served.pid).values())
+
+
 def test_pushes_leave_nothing_behind(served: Daemon) -> None:
     """Neither descriptors in the keeper, nor processes, nor memory of stages: committed, given up or failed."""
 
@@ -240,13 +246,14 @@ def test_pushes_leave_nothing_behind(served: Daemon) -> None:
         decide(served, transaction, commit=end == "committed")
 
     push_once(0.0, "committed")  # what is held from here on: one previous generation
-    before = sorted(open_fds(served.pid).values())
+    before = kinds_of_fds(served)
     for step, end in enumerate(("committed", "given up", "aborted", "committed"), 1):
         push_once(float(step), end)
-    freed = describe(served)
-    assert len(freed.generations) == 2
-    names = [re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in sorted(open_fds(served.pid).values())]
-    assert names == [re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in before]
+    assert len(describe(served).generations) == 2
+    after = kinds_of_fds(served)
+    # A question's connection may be on its way out at either moment: of four stages, more would be left.
+    assert after["socket:[…]"] <= before["socket:[…]"] + 1
+    assert {**after, "socket:[…]": 0} == {**before, "socket:[…]": 0}
     assert not [one for one in psutil.Process(served.pid).children() if "loader.worker" in " ".join(one.cmdline())]
 
 
