@@ -80,12 +80,12 @@ class Making:
     def _beside(self, error: InsufficientMemory) -> InsufficientMemory:
         """The same, and what is held beside."""
         held = self._record.generations.all
-        nbytes = sum(one.generation.resident_nbytes for one in held)
+        count = f"{len(held)} generation{'s' if len(held) != 1 else ''}"
+        nbytes = binary_size(sum(one.generation.resident_nbytes for one in held))
         return InsufficientMemory(
             error.message,
             expected=error.expected,
-            found=f"{error.found}, beside {len(held)} generations of {binary_size(nbytes)} that are served, leased or "
-            "pinned",
+            found=f"{error.found}, beside {count} of {nbytes} that are served, leased or pinned",
             where=error.where,
             next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
         )

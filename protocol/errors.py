@@ -180,9 +180,22 @@ class StageLost(DeploymentError):
 
 class SwapFailed(DeploymentError):
     """The kernel or the driver refused to move memory while one generation took the place of another. The weights are
-    what they were before, unless the message says otherwise."""
+    what they were before if ``intact``; else nobody may compute with them, and the process should end."""
 
     code = "swap_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        where: object = None,
+        next_step: str | None = None,
+        intact: bool = True,
+    ) -> None:
+        super().__init__(message, expected=expected, found=found, where=where, next_step=next_step)
+        self.intact = intact
 
 
 class SnapshotUnwritable(DeploymentError):

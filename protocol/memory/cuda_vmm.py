@@ -205,6 +205,7 @@ class DeviceMapping:
                     expected=f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}",
                     found=f"{failure}, then {error}",
                     next_step="the weights in use are not mapped: remap() tries again; else end this process",
+                    intact=False,
                 ) from failure
             raise SwapFailed(
                 "the new segment cannot be mapped in; the weights in use are what they were",
@@ -212,6 +213,10 @@ class DeviceMapping:
                 found=f"{failure.message}: {failure.found}",
                 next_step=failure.next_step,
             ) from failure
+
+    def written(self) -> list[tuple[int, int]]:
+        """None: what is mapped read-only was not written to."""
+        return []
 
     def settle(self) -> None:
         """Block until all work of this process's primary context on the device has ended. Raises what failed in it."""

@@ -21,6 +21,7 @@ import weakref
 
 from weightcached.protocol.errors import InsufficientMemory, SwapFailed, SwapRefused, TransferError
 from weightcached.protocol.memory.admission import admit as admit  # part of a kind, measured there
+from weightcached.protocol.memory.private_pages import private_extents
 
 # Not in Python 3.11's modules: linux/memfd.h, linux/mman.h.
 _MFD_NOEXEC_SEAL = 0x0008
@@ -190,6 +191,12 @@ class Mapping:
             raise self._put_back(aside, nbytes, error) from error
         other._at.address = aside
 
+    def written(self) -> list[tuple[int, int]]:
+        """Of a private mapping: the pages that this process wrote to. About 20 ms for a GiB."""
+        if self.closed:
+            raise ValueError("the mapping was closed")
+        return private_extents(self.address, self.nbytes)
+
     def settle(self) -> None:
         """Nothing to wait for: who computes here is a thread, and barriers stop threads."""
 
@@ -203,6 +210,7 @@ class Mapping:
                 expected=f"{nbytes} bytes at {self.address:#x}",
                 found=f"{failure.strerror}, then {error.strerror}",
                 next_step="the weights in use are not valid any more: end this process",
+                intact=False,
             )
         return _not_moved(failure, "the new segment cannot be moved in")
 

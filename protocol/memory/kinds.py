@@ -58,6 +58,11 @@ class SegmentMapping(Protocol):
         SwapRefused for another size. SwapFailed, DeviceFailed: then both are what they were, or the message says so.
         """
 
+    def written(self) -> list[tuple[int, int]]:
+        """[start, stop) of the bytes, in whole pages, that this process has of its own because it wrote there. Goes
+        through all pages where there can be any. OSError where the system does not tell.
+        """
+
     def settle(self) -> None:
         """Wait for whatever this process still computes with the memory by itself, on a device."""
 
