@@ -132,7 +132,7 @@ async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowe
     found = [(place, one) for place, one in zip(places, answers, strict=True) if isinstance(one, RankState)]
     if not found:
         raise next(iter(silent.values()))
-    return Group(runtime_dir, name, _members(found, f"{runtime_dir}/{name}"), silent)
+    return Group(runtime_dir, name, members_of(found, f"{runtime_dir}/{name}"), silent)
 
 
 async def describe(place: Place, *, deadline: Deadline, allowed: AllowList) -> RankState | WeightCacheError:
@@ -144,7 +144,10 @@ async def describe(place: Place, *, deadline: Deadline, allowed: AllowList) -> R
         return error
 
 
-def _members(found: Sequence[tuple[Place, RankState]], where: str) -> tuple[Member, ...]:
+def members_of(found: Sequence[tuple[Place, RankState]], where: str) -> tuple[Member, ...]:
+    """All ranks of the sizes that were found, the leader first; those that were not found have no place. Raises
+    RanksDisagree where they are not of one model, or one is there twice.
+    """
     sizes = {tuple(getattr(state.rank, f"{kind}_size") for kind in KINDS) for _, state in found}
     if len(sizes) > 1:
         raise RanksDisagree(
