@@ -28,7 +28,7 @@ def tokens_meanwhile(model: str, newer: str, runtime_dir: str, name: str, *, alo
     changed: list[float] = []
 
     def change() -> None:
-        update(Path(newer), timeout_s=3600, **where)
+        update(Path(newer), timeout_s=3600, runtime_dir=runtime_dir, name=name)
         changed.append(time.monotonic())
 
     changing = threading.Thread(target=change, name="update")
