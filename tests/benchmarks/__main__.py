@@ -1,7 +1,7 @@
 """The command: chosen benchmarks, one after the other, their tables as they come, and the results in files.
 
-    python -m tests.benchmarks [attach|load|plan|push|reads|restart|shards|swap|touch …] [--quick] [--gib G] [--rounds N]
-                               [--no-settle] [--dir DIR] [--out DIR]
+    python -m tests.benchmarks [attach|load|plan|push|reads|restart|shards|swap|touch …] [--quick] [--gib G]
+                               [--rounds N] [--no-settle] [--dir DIR] [--out DIR]
 
 Exit codes: 0 all ran (met targets or not) · 1 one could not run · 130 interrupted.
 """
