@@ -39,6 +39,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pin": ("weightcached.client.control.held_commands:pin_main", "keep a version, whatever would have it freed"),
     "unpin": ("weightcached.client.control.held_commands:unpin_main", "keep it no longer than needed"),
     "drop": ("weightcached.client.control.held_commands:drop_main", "free a version that is not served"),
+    "events": ("weightcached.client.control.events_command:main", "tell what happens at the daemons, as it happens"),
+    "ctl": ("weightcached.client.control.ctl_command:main", "one command to one or many daemons, answers as JSON"),
     "release": ("weightcached.daemon.release:main", "give up cached weights: memory, vault and socket file"),
     "install-units": ("weightcached.daemon.install_units:main", "put the systemd files where systemd looks"),
     "plan": ("weightcached.loader.plan_command:main", "show what would be loaded, from the files' headers alone"),

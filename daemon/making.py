@@ -54,7 +54,9 @@ class Making:
         )
         started_s = time.monotonic()
         try:
-            made = await load(dataclasses.replace(request, make_room=self._freeing.make_room), self._record.progress)
+            made = await load(
+                dataclasses.replace(request, yields=True, make_room=self._freeing.make_room), self._record.progress
+            )
         except TransientFailure as failure:
             raise failure.cause from failure
         except InsufficientMemory as error:
@@ -80,12 +82,12 @@ class Making:
     def _beside(self, error: InsufficientMemory) -> InsufficientMemory:
         """The same, and what is held beside."""
         held = self._record.generations.all
-        nbytes = sum(one.generation.resident_nbytes for one in held)
+        count = f"{len(held)} generation{'s' if len(held) != 1 else ''}"
+        nbytes = binary_size(sum(one.generation.resident_nbytes for one in held))
         return InsufficientMemory(
             error.message,
             expected=error.expected,
-            found=f"{error.found}, beside {len(held)} generations of {binary_size(nbytes)} that are served, leased or "
-            "pinned",
+            found=f"{error.found}, beside {count} of {nbytes} that are served, leased or pinned",
             where=error.where,
             next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
         )
@@ -95,7 +97,7 @@ class Making:
         require_same_config(config, generation.config)
         self._record.progress.update("verify")
         memory = generation.memory
-        await verify(generation.kind, memory[0], [memory[position] for position in range(1, len(memory))])
+        await verify(generation.kind, memory[0], [memory[position] for position in range(1, len(memory))], yields=True)
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
         """Into the vault; older ones that are merely kept for rollback make room there, too."""

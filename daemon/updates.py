@@ -25,6 +25,8 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
 
+_PATIENCE_S = 2.0
+
 _Answer = TypeVar("_Answer", bound=Message)
 
 
@@ -71,4 +73,5 @@ class Updates:
 async def _ask(place: Place, request: Message, answer: type[_Answer], *, deadline: Deadline) -> _Answer:
     from weightcached.protocol.control_channel import ask  # not before a decision has to be read: it needs ZeroMQ
 
-    return await ask(place, request, answer, deadline=deadline)
+    # Whoever asks tries again, so that a leader which is not there need not be waited for long.
+    return await ask(place, request, answer, deadline=deadline, patience_s=_PATIENCE_S)

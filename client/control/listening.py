@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import zmq
@@ -152,7 +152,7 @@ class Listener:
 
 async def follow(
     place: Place, *, allowed: AllowList = _NOBODY, until_gone: bool = False
-) -> AsyncIterator[Heard | Lost]:
+) -> AsyncGenerator[Heard | Lost, None]:
     """Everything that happens at ``place``, from now on, whoever is its daemon: after each start a snapshot first.
 
     Says :class:`Lost` each time nobody is there any more, and waits for the next daemon; with ``until_gone`` it ends

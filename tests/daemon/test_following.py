@@ -99,8 +99,10 @@ def test_both_are_killed_in_between_and_the_follower_finds_the_decision(
     decided = leader.decide(transaction, commit=True)
     ranks[0].stop(signal.SIGKILL)
     returned = start(1)
+    returned.wait_until("ready")
     state = Changer(returned).state()
-    assert state.change is None or state.change.state == "prepared"
+    assert state.change is not None
+    assert state.change.state == "prepared"
     returned.wait_logged("the leader's decision is not known yet")
     assert Changer(returned).state().generations[0].version != decided.version
     start(0).wait_until("ready")

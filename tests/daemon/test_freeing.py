@@ -107,11 +107,12 @@ def test_room_is_made_of_what_is_kept_for_rollback_and_else_refused_with_the_num
         lease.close()
         assert failed.change is not None
         assert (failed.state, failed.change.error_code) == ("ready", "insufficient_memory")
-        assert "2 generations of 240.0 MiB" in str(failed.change.error)
+        assert "2 generations of 240 MiB" in str(failed.change.error)
         assert "bytes free of" in str(failed.change.error)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_200_changes_leave_nothing_behind(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
     """Loaded, and rolled back and forward; descriptors, memory and what the vault keeps are what they were."""
     [other] = several(model, tmp_path, 1)

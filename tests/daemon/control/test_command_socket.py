@@ -33,6 +33,7 @@ from weightcached.protocol.errors import InternalError, PlaceTaken, ProtocolErro
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.places import Place
+from weightcached.protocol.transaction import Outcome
 
 FIRST = ReadDecision(transaction="1" * 32)
 FRAME = encode_frame(CONTROL_REQUESTS, FIRST)
@@ -46,7 +47,7 @@ async def decided(request: Message) -> Message:
     if isinstance(request, AwaitChange):
         await asyncio.sleep(request.timeout_s)
     assert isinstance(request, ReadDecision)
-    return Decided(transaction=request.transaction, outcome="open", vault_id="3" * 32)
+    return Decided(transaction=request.transaction, outcome=Outcome.OPEN, vault_id="3" * 32)
 
 
 @asynccontextmanager
@@ -203,7 +204,7 @@ def test_errors_of_the_handler_are_the_askers(claim: Claim, on_loop) -> None:
 
 def test_an_answer_too_large_is_an_error_and_not_silence(claim: Claim, on_loop) -> None:
     async def verbose(request: Message) -> Message:
-        return Refused(code="x", message="m", fields=[]).model_copy(update={"message": "x" * 2_000_000})
+        return Refused(code="x", message="m").model_copy(update={"message": "x" * 2_000_000})
 
     async def look() -> None:
         async with served(claim, verbose) as place:
@@ -221,8 +222,8 @@ def test_one_connection_may_have_so_many_under_way(claim: Claim, on_loop) -> Non
             with dealer(place) as greedy:
                 for number in range(UNDER_WAY_EACH_MAX + 1):
                     greedy.send_multipart([number.to_bytes(8, "big"), wait])
-                number, frame = await received(greedy)
-                assert int.from_bytes(number, "big") == UNDER_WAY_EACH_MAX
+                request_id, frame = await received(greedy)
+                assert int.from_bytes(request_id, "big") == UNDER_WAY_EACH_MAX
                 refused = decode_frame(CONTROL_ANSWERS, frame)
                 assert isinstance(refused, Refused)
                 assert refused.code == "daemon_not_ready"

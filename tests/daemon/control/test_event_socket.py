@@ -143,8 +143,8 @@ def test_who_reads_too_slowly_misses_events_and_sees_it_and_is_told_anew(claim: 
                 one = await heard(quick)
                 assert (one.event.sequence, one.missed) == (number, 0)
             seen = [await heard(slow)]
-            while (one := await slow.hear(0.5)) is not None:  # what was kept for it
-                seen.append(one)
+            while (kept := await slow.hear(0.5)) is not None:  # what was kept for it
+                seen.append(kept)
             now.happen()
             after = await heard(slow)
             assert after.missed > 0
