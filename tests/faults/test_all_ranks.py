@@ -20,11 +20,12 @@ import pytest
 
 from tests.support.checkpoints import tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights
-from tests.support.daemons import REAL, TIMEOUT_S, Daemon
+from tests.support.daemons import REAL, TIMEOUT_S, Daemon, supervised_daemon
 from tests.support.groups import Change, group, kill_and_wait, versions, waiting
 from tests.support.unprivileged import ROOT
-from weightcached.client.control import resolve, rollback, update
+from weightcached.client.control import commands, held_commands, resolve, rollback, update
 from weightcached.protocol.control import FromHeld
+from weightcached.protocol.errors import RanksDisagree
 
 STEPS = ("looked", "opened", "one prepared", "preparing", "prepared", "committed", "told")
 DECIDED = {"looked": "old", "opened": "old", "one prepared": "old", "preparing": "old", "prepared": "either"}
@@ -243,3 +244,24 @@ def test_the_command_is_killed_when_it_says_what_it_does(tmp_path: Path, line: s
         else:
             update(other, runtime_dir=at, timeout_s=TIMEOUT_S)
         assert len(set(versions(ranks))) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_vault_that_is_lost_is_seen_and_the_ranks_are_made_one_again(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    other = other_weights(model, tmp_path / "other")
+    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name, group(model, Path(name) / "run") as ranks:
+        at = ranks[0].place.runtime_dir
+        update(other, runtime_dir=at, timeout_s=TIMEOUT_S)
+        ranks[1].stop(signal.SIGKILL)  # the supervisor, and with it everything that rank 1 held
+        where = ["--runtime-dir", str(at)]
+        assert held_commands.generations_main(where) == held_commands.DIFFERENT_EXIT
+        assert commands.update_main(["--resolve", *where]) == commands.AWAY_EXIT
+        with supervised_daemon(model, at, script={}, layout="fused", tp_size=2, tp_rank=1) as again:
+            again.wait_until("ready")
+            both = [ranks[0], again]
+            assert len(set(versions(both))) == 2
+            with pytest.raises(RanksDisagree, match="--align"):
+                update(other, runtime_dir=at, timeout_s=TIMEOUT_S)
+            update(other, runtime_dir=at, timeout_s=TIMEOUT_S, align=True)
+            assert len(set(versions(both))) == 1
