@@ -49,10 +49,8 @@ class Two:
 
     def in_the_middle(self) -> int:
         """The worker of rank 1, in the middle of its load; it waits at the pipe."""
-        os.close(os.open(self.pipe, os.O_RDWR))  # no more than that it is there
         keeper = psutil.Process(self.ranks[1].report().pid)
-        writer = os.open(self.pipe, os.O_WRONLY)  # returns when it has opened its end
-        self._writer = writer
+        self._writer = os.open(self.pipe, os.O_WRONLY)  # returns when it has opened its end
         return next(child.pid for child in keeper.children() if "scripted_worker" in " ".join(child.cmdline()))
 
     def let_go(self) -> None:
@@ -189,10 +187,10 @@ def test_a_rank_that_cannot_reach_the_leader_serves_what_it_served(two: Two) -> 
 @pytest.mark.parametrize("step", STEPS[3:])
 def test_a_rollback_that_is_left_at_a_step(two: Two, step: str) -> None:
     at = two.ranks[0].place.runtime_dir
+    back_to = versions(two.ranks)[0]
+    two.reach(Change(two.ranks, from_directory(two.newer())), "told")
     first = versions(two.ranks)
-    earlier = [one for one in Changer(two.ranks[0]).state().generations if one.standing == "previous"]
-    assert earlier, "an earlier test has updated"
-    change = Change(two.ranks, FromHeld(version=earlier[0].version))
+    change = Change(two.ranks, FromHeld(version=back_to))
     change.open()
     change.prepare(*((0,) if step == "preparing" else ()))
     change.prepared(0)
