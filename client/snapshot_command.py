@@ -138,9 +138,11 @@ def _load(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard
     with open_snapshot(Path(given.directory), device_of(config.parallel)) as snapshot:
         snapshot.require_config(config)
         placement = placement_of(snapshot)
-        admit(placement.segment_nbytes)
-        with OwnedFds([host.allocate(placement.segment_nbytes, name="weightcached:snapshot")]) as memory:
-            restored = restore(snapshot, placement, memory[0])
+        admit(placement.nbytes)
+        with OwnedFds() as memory:
+            for nbytes in placement.segments_nbytes:
+                memory.append(host.allocate(nbytes, name="weightcached:snapshot"))
+            restored = restore(snapshot, placement, list(memory))
         return _done(snapshot.folder, snapshot.manifest, restored.seconds["load"], "all digests right", snapshot.digest)
 
 

@@ -40,6 +40,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.admission import Room
 from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
@@ -128,7 +129,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise _out_of_turn(planned, expected="Planned")
-        room = await in_thread(partial(kind.admit, sum(planned.segments_nbytes)))
+        room = await in_thread(partial(_admit, kind, planned.segments_nbytes))
         log.info(
             "planned",
             extra={
@@ -155,7 +156,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     receipts_version=receipts_version,
                     digest=digest,
                 ),
-                [memory[number] for number in range(len(memory))],
+                list(memory),
             )
             done, manifest = await worker.receive(progress)
             with manifest:
@@ -185,6 +186,10 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     seconds=done.seconds,
                     engine_inputs=request.engine_inputs,
                 )
+
+
+def _admit(kind: MemoryKind, segments_nbytes: Sequence[int]) -> Room:
+    return kind.admit(sum(map(kind.resident_nbytes, segments_nbytes)))
 
 
 def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
@@ -323,8 +328,8 @@ class _Worker:
 
 
 def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
-    for position in range(len(memory)):
-        kind.seal(memory[position])
+    for fd in memory:
+        kind.seal(fd)
 
 
 @asynccontextmanager

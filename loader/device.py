@@ -1,9 +1,9 @@
-"""A segment on a device as destination: file → staging in pinned host memory → device, all three at the same time.
+"""Segments on a device as destination: file → staging in pinned host memory → device, all three at the same time.
 
-Owns the staging, the copies and their order. Borrows the context and the mapped segment; the bytes that are lent here
+Owns the staging, the copies and their order. Borrows the context and the mapped segments; the bytes that are lent here
 are those that are digested *and* copied, so what lands is what was digested (the row digests let anybody read back and
 compare). Each thread has a stream and a ring of rooms of its own: while one room is copied, the next is read into and
-those before are digested. The device holds nothing but the segment: staging is the host's, at most :data:`ROOMS` + 1
+those before are digested. The device holds nothing but the segments: staging is the host's, at most :data:`ROOMS` + 1
 slabs a thread.
 
 Values are cast and quantized before the copy, on the host, by the arithmetic that host segments get, so that the bytes
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from weightcached.loader.destination import Abandoned
 from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
@@ -29,28 +30,34 @@ ROOMS = 4
 """Of each thread: a run of slabs fits, so that threads rarely wait for others whose turn it is to digest."""
 
 
-class DeviceSegment:
-    """``nbytes`` at ``address`` on the context's device, writable and nobody else's yet; they outlive this.
+class Span(NamedTuple):
+    """``nbytes`` of a device's memory at ``address``."""
+
+    address: int
+    nbytes: int
+
+
+class DeviceSegments:
+    """Segments that are mapped on the context's device, writable and nobody else's yet; they outlive this.
 
     Bytes that no parameter takes become zeros: fresh memory of a device has what was there before, perhaps another
-    process's, and engines are given the whole segment. Raises, at any step, InsufficientMemory where the host has no
-    memory to pin, and DeviceFailed; after that the segment is of no use, and nothing is held any more.
+    process's, and engines are given whole segments. Raises, at any step, InsufficientMemory where the host has no
+    memory to pin, and DeviceFailed; after that the segments are of no use, and nothing is held any more.
     """
 
     on_host = False
     lends = True
 
-    def __init__(self, context: Context, address: int, *, nbytes: int) -> None:
+    def __init__(self, context: Context, segments: Sequence[Span]) -> None:
         self._context = context
-        self._address = address
-        self._nbytes = nbytes
+        self._segments = segments
         self._ports: list[_DevicePort] = []
         self._changed = threading.Condition()
         self._abandoned = False
         self._zeroing: Stream | None = None
         self._zeroed: Event | None = None
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare(self, segment: int, start: int, stop: int) -> None:
         """There is nothing to prepare: the memory is there."""
 
     @contextmanager
@@ -66,11 +73,12 @@ class DeviceSegment:
                 port.stream.wait_for(self._zeroed)
             yield port
 
-    def place(self, offset: int, nbytes: int) -> int:
-        """The device's address of these bytes of the segment."""
-        if not 0 <= offset <= offset + nbytes <= self._nbytes:
-            raise ValueError(f"bytes {offset} .. {offset + nbytes} of a segment of {self._nbytes}")
-        return self._address + offset
+    def place(self, segment: int, offset: int, nbytes: int) -> int:
+        """The device's address of these bytes of a segment."""
+        span = self._segments[segment]
+        if not 0 <= offset <= offset + nbytes <= span.nbytes:
+            raise ValueError(f"bytes {offset} .. {offset + nbytes} of a segment of {span.nbytes}")
+        return span.address + offset
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         with self._changed:
@@ -93,14 +101,15 @@ class DeviceSegment:
             self._abandoned = True
             self._changed.notify_all()
 
-    def __enter__(self) -> DeviceSegment:
+    def __enter__(self) -> DeviceSegments:
         try:
             with self._context.current():
-                if self._nbytes:
-                    self._zeroing = Stream()
-                    self._zeroed = Event()
-                    self._zeroing.zero(self._address, self._nbytes)
-                    self._zeroed.record(self._zeroing)
+                self._zeroing = Stream()
+                self._zeroed = Event()
+                for span in self._segments:
+                    if span.nbytes:
+                        self._zeroing.zero(span.address, span.nbytes)
+                self._zeroed.record(self._zeroing)
         except BaseException as failure:
             self._give_back(failure)
             raise
@@ -142,8 +151,8 @@ class DeviceSegment:
 class _StagingRoom:
     """A piece of pinned memory, lent for one place after the other."""
 
-    def __init__(self, segment: DeviceSegment, stream: Stream, nbytes: int) -> None:
-        self._segment = segment
+    def __init__(self, segments: DeviceSegments, stream: Stream, nbytes: int) -> None:
+        self._segments = segments
         self._stream = stream
         self.copied = Event()
         try:
@@ -168,14 +177,14 @@ class _StagingRoom:
         self.copied.record(self._stream)
 
     def digested(self) -> None:
-        self._segment.digested(self)
+        self._segments.digested(self)
 
 
 class _DevicePort:
     """A thread's stream and its ring of rooms, made when they are first needed."""
 
-    def __init__(self, segment: DeviceSegment, slab_nbytes: int) -> None:
-        self._segment = segment
+    def __init__(self, segments: DeviceSegments, slab_nbytes: int) -> None:
+        self._segments = segments
         self._room_nbytes = slab_nbytes
         self.stream = Stream()
         self._rooms: list[_StagingRoom] = []
@@ -186,29 +195,29 @@ class _DevicePort:
     def pinned_nbytes(self) -> int:
         return sum(room.pinned.nbytes for room in self._all())
 
-    def lend(self, offset: int, nbytes: int) -> _StagingRoom | None:
+    def lend(self, segment: int, offset: int, nbytes: int) -> _StagingRoom | None:
         """The next room of the ring, once it is digested and copied; None for what is larger than a slab should be."""
         if nbytes > self._room_nbytes:
             return None
-        address = self._segment.place(offset, nbytes)
+        address = self._segments.place(segment, offset, nbytes)
         if len(self._rooms) < ROOMS:
-            room = _StagingRoom(self._segment, self.stream, self._room_nbytes)
+            room = _StagingRoom(self._segments, self.stream, self._room_nbytes)
             self._rooms.append(room)
             return room.lend(address, nbytes)
         room = self._rooms[self._next]
         self._next = (self._next + 1) % ROOMS
-        self._segment.wait_for(lambda: not room.lent)
+        self._segments.wait_for(lambda: not room.lent)
         room.copied.wait()
         return room.lend(address, nbytes)
 
-    def write(self, data: memoryview, offset: int) -> None:
+    def write(self, data: memoryview, segment: int, offset: int) -> None:
         """By way of a room that is not of the ring: who writes may have been lent one, and would wait for himself."""
         if self._written is None:
-            self._written = _StagingRoom(self._segment, self.stream, self._room_nbytes)
+            self._written = _StagingRoom(self._segments, self.stream, self._room_nbytes)
         for start in range(0, len(data), self._room_nbytes):
             piece = data[start : start + self._room_nbytes]
             self._written.copied.wait()
-            self._written.lend(self._segment.place(offset + start, len(piece)), len(piece))
+            self._written.lend(self._segments.place(segment, offset + start, len(piece)), len(piece))
             self._written.memory[:] = piece
             self._written.filled()
 

@@ -98,12 +98,12 @@ def _serve(channel: Channel) -> None:
     config = CacheConfig.model_validate(job.config)
     with source_of(job, config, begins) as source:
         channel.send(source.planned())
-        memory, segments = _memory(channel)
+        memory, segments = _memory(channel, len(source.segments_nbytes))
         with segments:
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
-            with to_be_filled(segments[0], kind_of(config), nbytes=source.segment_nbytes) as target:
+            with to_be_filled(list(segments), kind_of(config), nbytes=source.segments_nbytes) as target:
                 filled = source.fill(
                     target,
                     lambda done, total: channel.send(
@@ -120,7 +120,7 @@ def _serve(channel: Channel) -> None:
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
-            resident_nbytes=source.segment_nbytes,
+            resident_nbytes=sum(source.segments_nbytes),
             bytes_read=filled.bytes_read,
             bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
@@ -136,13 +136,13 @@ def _job(channel: Channel) -> Job:
     return frame.message
 
 
-def _memory(channel: Channel) -> tuple[Memory, OwnedFds]:
-    """What the keeper allocated: one segment, whose descriptor the caller owns."""
+def _memory(channel: Channel, planned: int) -> tuple[Memory, OwnedFds]:
+    """What the keeper allocated: as many segments as were planned, whose descriptors the caller owns."""
     frame = channel.receive()
-    if not isinstance(frame.message, Memory) or len(frame.fds) != 1:
+    if not isinstance(frame.message, Memory) or len(frame.fds) != planned:
         found = f"{type(frame.message).__name__} with {len(frame.fds)} descriptors"
         frame.fds.close()
-        raise ProtocolError("the keeper spoke out of turn", expected="Memory with 1 descriptor", found=found)
+        raise ProtocolError("the keeper spoke out of turn", expected=f"Memory with {planned} descriptors", found=found)
     return frame.message, frame.fds
 
 

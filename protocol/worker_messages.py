@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue
 from weightcached.protocol.messages import (
     DAEMON_BODY_MAX_BYTES,
     GRANT_FDS_MAX,
+    GRANT_SEGMENTS_MAX,
     AccountingCounts,
     Count,
     Dialect,
@@ -50,7 +51,7 @@ class Job(Message):
 class Planned(Message):
     """Headers read, plan proven. Nothing is allocated yet: the keeper decides whether there is room."""
 
-    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False)]
+    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False, min_length=1, max_length=GRANT_SEGMENTS_MAX)]
     bytes_to_read: Count
     receipts: Hex64 | None
     """``None`` where a snapshot is loaded and the checkpoint's weights are not there to be seen."""

@@ -16,7 +16,7 @@ from tests.support import device_memory as memory
 from tests.support.checkpoints import tiny_llama
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.device import DeviceSegment
+from weightcached.loader.device import DeviceSegments, Span
 from weightcached.loader.execute import execute
 from weightcached.protocol.config import build_config
 from weightcached.protocol.memory import host
@@ -51,9 +51,9 @@ def _compared(setting: Setting, directory: Path, way: dict[str, object]) -> tupl
     config = build_config(directory, **way)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        nbytes = prepared.placement.segment_nbytes
+        nbytes = prepared.placement.nbytes
         with memory.mapped(setting.uuid, nbytes) as mapped:
-            segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
             loaded = pipeline.load(checkpoint, prepared, segment)
             found = memory.read(mapped.address, nbytes)
         fd = host.allocate(nbytes, name="check")
@@ -82,7 +82,7 @@ def rates(setting: Setting) -> str:
     figures = []
     with open_checkpoint(directory) as checkpoint:
         placement = pipeline.prepare(checkpoint, config).placement
-        nbytes = placement.segment_nbytes
+        nbytes = placement.nbytes
         with memory.mapped(setting.uuid, nbytes) as mapped:
             with Pinned(min(PIECE_NBYTES, nbytes)) as pinned:
                 limit = nbytes / _best(lambda: _copy_over(pinned, mapped.address, nbytes))
@@ -93,7 +93,7 @@ def rates(setting: Setting) -> str:
                     lambda threads=threads: execute(  # type: ignore[misc]
                         placement,
                         checkpoint.files,
-                        DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes),
+                        DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)]),
                         threads=threads,
                     )
                 )

@@ -20,7 +20,7 @@ from tests.support.resources import nothing_left_behind
 from weightcached.loader import device, pipeline
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.device import ROOMS, DeviceSegment
+from weightcached.loader.device import ROOMS, DeviceSegments, Span
 from weightcached.loader.execute import execute
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter
@@ -30,16 +30,16 @@ from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, Trunc
 
 def filled(placement, files, **options):
     """Execute into memory of the device that was full of something else; (executed, all of its bytes)."""
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         memory.write(mapped.address, b"\xa5" * mapped.nbytes)
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
         executed = execute(placement, files, segment, **options)
         return executed, memory.read(mapped.address, mapped.nbytes)
 
 
 def on_host(placement, files, **options):
     """The same in host memory, which nobody has written to."""
-    with segment_of(placement.segment_nbytes, filled_with=b"\0") as segment:
+    with segment_of(placement.nbytes, filled_with=b"\0") as segment:
         executed = execute(placement, files, segment, **options)
         with open(f"/proc/self/fd/{segment}", "rb", buffering=0) as file:
             return executed, file.read()
@@ -110,7 +110,9 @@ def test_scalars_empty_tensors_and_all_padding(tmp_path, cuda_here):
             PlannedParameter("e", (0, 3), "float32", None, ()),
             PlannedParameter("z", (700, 5), "int64", None, (), zeros=(Box((0, 0), (700, 5)),)),
         )
-        placement = Placement((Placed(made[0], 0, 4), Placed(made[1], 256, 0), Placed(made[2], 256, 28000)), 28416)
+        placement = Placement(
+            (Placed(made[0], 0, 0, 4), Placed(made[1], 0, 256, 0), Placed(made[2], 0, 256, 28000)), (28416,)
+        )
         same_on_both(placement, checkpoint.files, slab_nbytes=4096)
 
 
@@ -125,9 +127,9 @@ def opened(tmp_path):
 
 def test_pinned_memory_is_bounded_by_the_rings_and_the_device_holds_the_segment_alone(opened, cuda_here):
     checkpoint, placement = opened
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         used = []
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
 
         def look(_done, _total):
             used.append(cuda_here.fake.used_nbytes())
@@ -161,8 +163,8 @@ FAILING = [
 def test_a_driver_that_fails_is_an_error_by_name_and_nothing_is_left(opened, cuda_here, call, nth, result, error, word):
     """One call of one kind fails; every thread ends, all pinned memory, streams and events are given back."""
     checkpoint, placement = opened
-    with nothing_left_behind(), memory.mapped(None, placement.segment_nbytes) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+    with nothing_left_behind(), memory.mapped(None, placement.nbytes) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
         before = cuda_here.fake.calls().count(call)
         cuda_here.fake.fail((call, before + nth, result))
         with pytest.raises(error, match=word):
@@ -174,11 +176,11 @@ def test_a_device_that_is_lost_is_reported_once_and_every_thread_ends(opened, cu
     """A fault in a copy loses the context, and with it every call: the first failure is the one that is raised."""
     checkpoint, placement = opened
     threads = threading.active_count()
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         fd = mapped.allocation.export()
     # A lost context takes nothing back in order, the segment's own either.
-    with suppress(DeviceFailed), memory.mapped(None, placement.segment_nbytes, fd=fd, writable=False) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+    with suppress(DeviceFailed), memory.mapped(None, placement.nbytes, fd=fd, writable=False) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
         with pytest.raises(DeviceFailed, match="ILLEGAL_ADDRESS") as caught:
             execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=2)
     os.close(fd)
@@ -213,11 +215,11 @@ def test_what_cannot_be_quantized_ends_threads_that_wait_for_rooms(tmp_path, cud
 
 def test_writing_outside_the_segment_is_refused(cuda_here):
     with memory.mapped(None, 1 << 20) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=4096)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, 4096)])
         with segment, segment.port(1024) as port:
             for offset, nbytes in ((-1, 8), (4090, 8)):
                 with pytest.raises(ValueError, match="of a segment of 4096"):
-                    port.lend(offset, nbytes)
+                    port.lend(0, offset, nbytes)
 
 
 def test_the_module_names_nothing_of_torch_or_numpy():
