@@ -59,7 +59,8 @@ def load_from_disk(
             for nbytes in sizes:
                 memory.append(kind.allocate(nbytes, name="weightcached:disk"))
             fds = list(memory)
-            with to_be_filled(fds, kind, nbytes=sizes) as target:
+            computes = prepared.placement.transforms
+            with to_be_filled(fds, kind, nbytes=sizes, computes=computes) as target:
                 loaded = load(checkpoint, prepared, target, also_trusted=also_trusted, progress=_reporting(progress))
             for fd in fds:
                 kind.seal(fd)

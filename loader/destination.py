@@ -9,13 +9,18 @@ bytes mean, and in which order they are made and digested, is the executor's.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.large_pages import LargePages
+
+if TYPE_CHECKING:
+    from weightcached.loader.bench import Bench, Spot
 
 
 class Abandoned(Exception):
@@ -37,6 +42,17 @@ class Room(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Bytes that go into a segment: to parameter ``name``, from byte ``offset`` of it."""
+
+    name: str
+    offset: int
+    data: memoryview
+    room: Room | None = None
+    """The destination's, that they lie in; None where they are to be written."""
+
+
 class Port(Protocol):
     """One thread's way into a destination; that thread alone calls it."""
 
@@ -50,6 +66,14 @@ class Port(Protocol):
 
     def write(self, data: memoryview, segment: int, offset: int) -> None:
         """Bring ``data`` to ``offset`` of a segment. It may be written again when this returns."""
+        ...
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Memory for what cannot be read to where it belongs. What it gave before is of no use any more."""
+        ...
+
+    def bench(self, spot: Spot) -> Bench | None:
+        """Where arithmetic happens, if that is where the bytes stay; None: on the host."""
         ...
 
 
@@ -96,8 +120,8 @@ Target = int | Sequence[int] | Destination
 destination that nobody has entered."""
 
 
-class _InPlace:
-    """Room that is the segment itself: there is nothing more to be done with it."""
+class InPlace:
+    """Room with which there is nothing more to be done: the segment itself, or bytes that are there already."""
 
     __slots__ = ("memory",)
 
@@ -140,7 +164,7 @@ class HostSegments:
     def lend(self, segment: int, offset: int, nbytes: int) -> Room | None:
         """The segment's own memory, where its pages are there already: what is read right there is never copied."""
         memory = self._pages[segment].memory(offset, nbytes)
-        return None if memory is None else _InPlace(memory)
+        return None if memory is None else InPlace(memory)
 
     def write(self, data: memoryview, segment: int, offset: int) -> None:
         """Whole pages that are fresh are taken without being zeroed first. Raises InsufficientMemory."""
@@ -158,6 +182,12 @@ class HostSegments:
                 found=error.strerror,
                 next_step="free memory on this host, or raise the limit of the daemon's control group",
             ) from error
+
+    def buffer(self, nbytes: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def bench(self, spot: Spot) -> Bench | None:
+        return None
 
     def finish(self) -> None:
         """Nothing is under way: what was written is there."""

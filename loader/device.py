@@ -3,26 +3,30 @@
 Owns the staging, the copies and their order. Borrows the context and the mapped segments; the bytes that are lent here
 are those that are digested *and* copied, so what lands is what was digested (the row digests let anybody read back and
 compare). Each thread has a stream and a ring of rooms of its own: while one room is copied, the next is read into and
-those before are digested. The device holds nothing but the segments: staging is the host's, at most :data:`ROOMS` + 1
+those before are digested. The device holds nothing but the segments: staging is the host's, at most :data:`ROOMS` + 2
 slabs a thread.
 
-Values are cast and quantized before the copy, on the host, by the arithmetic that host segments get, so that the bytes
-are the same on both. Not here yet, and not without a device to measure on: quantizing on the device, and reading past
-the host's memory (GPUDirect Storage), of which nothing could be digested on its way.
+Values are cast and quantized on the device where torch computes there (:class:`~weightcached.loader.bench.Computing`):
+they are copied as the files have them, and what became of them is copied back to be digested. A thread then takes
+scratch memory of the device for one slab. Otherwise the host computes before the copy, by the same functions.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from weightcached.loader.destination import Abandoned
+from weightcached.loader.bench import Bench, Computing, DeviceBench, Spot
+from weightcached.loader.destination import Abandoned, InPlace, Room
 from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
+from weightcached.protocol.memory.cuda.legacy import DeviceMemory
 from weightcached.protocol.memory.cuda.staging import Pinned
+from weightcached.protocol.memory.cuda_vmm import address_of
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +52,10 @@ class DeviceSegments:
     on_host = False
     lends = True
 
-    def __init__(self, context: Context, segments: Sequence[Span]) -> None:
-        self._context = context
+    def __init__(self, context: Context, segments: Sequence[Span], *, computing: Computing | None = None) -> None:
+        """``computing``: how arithmetic happens on the device; None: the host does it."""
+        self.context = context
+        self.computing = computing
         self._segments = segments
         self._ports: list[_DevicePort] = []
         self._changed = threading.Condition()
@@ -65,7 +71,7 @@ class DeviceSegments:
         """The context is current in this thread within. What was lent stays until this destination is left: others may
         be digesting it still.
         """
-        with self._context.current():
+        with self.context.current():
             port = _DevicePort(self, slab_nbytes)
             with self._changed:
                 self._ports.append(port)
@@ -92,7 +98,7 @@ class DeviceSegments:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        with self._context.current():
+        with self.context.current():
             for stream in self._streams():
                 stream.synchronize()
 
@@ -103,7 +109,7 @@ class DeviceSegments:
 
     def __enter__(self) -> DeviceSegments:
         try:
-            with self._context.current():
+            with self.context.current():
                 self._zeroing = Stream()
                 self._zeroed = Event()
                 for span in self._segments:
@@ -127,7 +133,7 @@ class DeviceSegments:
         steps += [one.close for one in (self._zeroed, self._zeroing) if one is not None]
         first: WeightCacheError | None = None
         try:
-            with self._context.current():
+            with self.context.current():
                 for step in steps:
                     try:
                         step()
@@ -164,17 +170,26 @@ class _StagingRoom:
         self.lent = False
         """Whether somebody will still read it."""
         self._address = 0
+        self._fetched = False
 
     def lend(self, address: int, nbytes: int) -> _StagingRoom:
         self.memory = self.pinned.view()[:nbytes]
         self._address = address
+        self._fetched = False
         self.lent = True
         return self
 
+    def fetch(self) -> None:
+        """Fill it with what lies at its place, which is to stay there. Blocks."""
+        self._stream.copy_out(self.pinned.address, self._address, len(self.memory))
+        self._stream.synchronize()
+        self._fetched = True
+
     def filled(self) -> None:
         """Begins the copy, which goes on by itself."""
-        self._stream.copy_in(self._address, self.pinned.address, len(self.memory))
-        self.copied.record(self._stream)
+        if not self._fetched:
+            self._stream.copy_in(self._address, self.pinned.address, len(self.memory))
+            self.copied.record(self._stream)
 
     def digested(self) -> None:
         self._segments.digested(self)
@@ -190,10 +205,12 @@ class _DevicePort:
         self._rooms: list[_StagingRoom] = []
         self._next = 0
         self._written: _StagingRoom | None = None
+        self._buffer: Pinned | None = None
+        self._scratch: dict[str, DeviceMemory] = {}
 
     @property
     def pinned_nbytes(self) -> int:
-        return sum(room.pinned.nbytes for room in self._all())
+        return sum(room.pinned.nbytes for room in self._all()) + (self._buffer.nbytes if self._buffer else 0)
 
     def lend(self, segment: int, offset: int, nbytes: int) -> _StagingRoom | None:
         """The next room of the ring, once it is digested and copied; None for what is larger than a slab should be."""
@@ -221,11 +238,56 @@ class _DevicePort:
             self._written.memory[:] = piece
             self._written.filled()
 
+    def buffer(self, nbytes: int) -> memoryview:
+        """Pinned where the device computes, which is brought every byte of it."""
+        if self._segments.computing is None:
+            return memoryview(mmap.mmap(-1, nbytes))
+        if self._buffer is not None:
+            self.stream.synchronize()
+            self._buffer.close()
+        self._buffer = _pinned(nbytes)
+        return self._buffer.view()
+
+    def bench(self, spot: Spot) -> Bench | None:
+        computing = self._segments.computing
+        return None if computing is None else DeviceBench(self, computing, spot)
+
+    def place(self, segment: int, offset: int, nbytes: int) -> int:
+        return self._segments.place(segment, offset, nbytes)
+
+    def scratch(self, purpose: str, nbytes: int) -> int:
+        """Of a slab's size, or of ``nbytes`` where those are more. Raises InsufficientMemory."""
+        held = self._scratch.get(purpose)
+        if held is None or held.nbytes < nbytes:
+            if held is not None:
+                self.stream.synchronize()
+                held.close()
+            held = DeviceMemory(max(nbytes, self._room_nbytes), device=self._segments.context.device)
+            self._scratch[purpose] = held
+        return held.address
+
+    def bring(self, address: int, data: memoryview) -> None:
+        self.stream.copy_in(address, address_of(data), len(data))
+
+    def fetch(self, segment: int, offset: int, nbytes: int) -> Room:
+        room = self.lend(segment, offset, nbytes)
+        if room is not None:
+            room.fetch()
+            return room
+        memory = memoryview(bytearray(nbytes))  # of what is larger than a slab should be
+        self.stream.copy_out(address_of(memory), self.place(segment, offset, nbytes), nbytes)
+        self.stream.synchronize()
+        return InPlace(memory)
+
     def closings(self) -> Iterator[Callable[[], None]]:
         """What gives everything back, step by step. The stream's work has ended."""
         for room in self._all():
             yield room.pinned.close
             yield room.copied.close
+        for memory in self._scratch.values():
+            yield memory.close
+        if self._buffer is not None:
+            yield self._buffer.close
         yield self.stream.close
 
     def _all(self) -> list[_StagingRoom]:

@@ -13,20 +13,19 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from weightcached.loader.access import accessing, look
-from weightcached.loader.destination import Destination, HostSegments, Port, Room, Target
+from weightcached.loader.bench import HostBench
+from weightcached.loader.destination import Destination, HostSegments, Output, Port, Room, Target
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
-from weightcached.loader.quantize import Output, Transforms, measure
+from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
 from weightcached.loader.strategy import Strategy, choose
@@ -167,15 +166,15 @@ class _Team:
         return Executed(digests, self._traffic)
 
     def _work(self) -> None:
-        buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
             with self._destination.port(self._slab_nbytes) as port:
-                self._work_through(port, buffer)
+                self._work_through(port)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
-    def _work_through(self, port: Port, buffer: memoryview) -> None:
-        transforms = Transforms(partial(self._lend, port))
+    def _work_through(self, port: Port) -> None:
+        transforms = Transforms(port.bench(self._spot) or HostBench(port, self._spot))
+        buffer = memoryview(b"")
         while run := self._claim():
             self._reader.begin(run[0])
             self._destination.prepare(self._segment_of(run[0]), self._place_of(run[0])[0], self._place_of(run[-1])[1])
@@ -191,7 +190,7 @@ class _Team:
                     self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
                     continue
                 if len(buffer) < slab.source_nbytes:
-                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                    buffer = port.buffer(max(slab.source_nbytes, self._slab_nbytes))
                 source = buffer[: slab.source_nbytes]
                 self._count(slab, self._reader.fill(slab, source))
                 self._finish(slab, transforms.outputs(slab, source), port)
@@ -201,12 +200,12 @@ class _Team:
         if slab.parameter.transform is not None:
             return None
         offset = slab.first * itemsize_bytes(slab.parameter.dtype)
-        return self._lend(port, slab.parameter.name, offset, slab.source_nbytes)
+        return port.lend(*self._spot(slab.parameter.name, offset), slab.source_nbytes)
 
-    def _lend(self, port: Port, name: str, offset: int, nbytes: int) -> Room | None:
-        """Room for bytes of a parameter."""
+    def _spot(self, name: str, offset: int) -> tuple[int, int]:
+        """Where a byte of the parameter is: in which segment, and where there."""
         placed = self._placed[name]
-        return port.lend(placed.segment, placed.offset + offset, nbytes)
+        return placed.segment, placed.offset + offset
 
     def _process_held(self, slab: Slab, port: Port, transforms: Transforms) -> None:
         memory = self._held.memory(slab)
@@ -223,8 +222,7 @@ class _Team:
             if output.room is not None:
                 output.room.filled()
             else:
-                placed = self._placed[output.name]
-                port.write(output.data, placed.segment, placed.offset + output.offset)
+                port.write(output.data, *self._spot(output.name, output.offset))
         self._digests.digest(slab, outputs, lasting=outputs[0].room is not None)
         self._meter.add(sum(len(output.data) for output in outputs))
 

@@ -6,18 +6,28 @@ The worker calls it for memory that will be published, the disk fallback for mem
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
 
 from weightcached.loader.destination import Target
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind
 
+if TYPE_CHECKING:
+    from weightcached.loader.bench import Computing
+    from weightcached.protocol.memory.cuda.devices import Device
+
+log = logging.getLogger(__name__)
+
 
 @contextmanager
-def to_be_filled(segments: Sequence[int], kind: MemoryKind, *, nbytes: Sequence[int]) -> Iterator[Target]:
+def to_be_filled(
+    segments: Sequence[int], kind: MemoryKind, *, nbytes: Sequence[int], computes: bool = False
+) -> Iterator[Target]:
     """What fills ``segments``, descriptors of memory of ``kind`` that may still be written, takes for them; each is of
-    so many ``nbytes``.
+    so many ``nbytes``. ``computes``: values will be cast or quantized on the way.
 
     They are not mapped afterwards. Raises TransferError, DeviceAbsent and DeviceFailed where a device cannot be used.
     """
@@ -35,4 +45,13 @@ def to_be_filled(segments: Sequence[int], kind: MemoryKind, *, nbytes: Sequence[
         for segment, size in zip(segments, nbytes, strict=True):
             mapping = mapped.enter_context(closing(kind.map_shared(segment, nbytes=size)))
             spans.append(Span(mapping.address, mapping.resident_nbytes))
-        yield DeviceSegments(context, spans)
+        yield DeviceSegments(context, spans, computing=_computing(kind.device) if computes else None)
+
+
+def _computing(device: Device) -> Computing | None:
+    """How the device computes, if it can; the log says which and why."""
+    from weightcached.loader.computing import computing_on
+
+    computing, why = computing_on(device)
+    log.info("arithmetic: on %s: %s", "the host" if computing is None else f"GPU {device.uuid}", why)
+    return computing

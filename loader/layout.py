@@ -42,6 +42,11 @@ class Placement:
         """Of all segments together."""
         return sum(self.segments_nbytes)
 
+    @property
+    def transforms(self) -> bool:
+        """Whether any parameter is not what the files have."""
+        return any(placed.parameter.transform is not None for placed in self.placed)
+
 
 class Places:
     """Hands out places one after the other, and begins another segment where the next does not fit into this one."""

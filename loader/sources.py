@@ -85,7 +85,7 @@ class CheckpointSource:
         self._prepared = pipeline.prepare(checkpoint, config, segment_max_nbytes=kind_of(config).segment_max_nbytes)
         self.placement = self._prepared.placement
         self.segments_nbytes = self.placement.segments_nbytes
-        self.uses_torch = any(placed.parameter.transform is not None for placed in self.placement.placed)
+        self.uses_torch = self.placement.transforms
 
     def planned(self) -> Planned:
         accounting = self._prepared.plan.accounting

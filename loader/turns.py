@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from weightcached.loader.quantize import Output
+from weightcached.loader.destination import Output
 from weightcached.loader.slabs import Slab
 
 

@@ -103,7 +103,9 @@ def _serve(channel: Channel) -> None:
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
-            with to_be_filled(list(segments), kind_of(config), nbytes=source.segments_nbytes) as target:
+            with to_be_filled(
+                list(segments), kind_of(config), nbytes=source.segments_nbytes, computes=source.uses_torch
+            ) as target:
                 filled = source.fill(
                     target,
                     lambda done, total: channel.send(

@@ -16,23 +16,26 @@ from tests.support import expert_models
 from tests.support.checkpoints import RawTensor, make_checkpoint, raw_tensor, tiny_llama, write_checkpoint
 from tests.support.execution import segment_of
 from tests.support.fakecuda import OUT_OF_MEMORY, UNKNOWN
+from tests.support.host_pointers import HostPointers
 from tests.support.resources import nothing_left_behind
 from weightcached.loader import device, pipeline
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.checkpoint import open_checkpoint
+from weightcached.loader.computing import computing_on
 from weightcached.loader.device import ROOMS, DeviceSegments, Span
 from weightcached.loader.execute import execute
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, TruncatedFile, UnusableValue
+from weightcached.protocol.memory.cuda import devices
 
 
-def filled(placement, files, **options):
+def filled(placement, files, *, computing=None, **options):
     """Execute into memory of the device that was full of something else; (executed, all of its bytes)."""
     with memory.mapped(None, placement.nbytes) as mapped:
         memory.write(mapped.address, b"\xa5" * mapped.nbytes)
-        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=computing)
         executed = execute(placement, files, segment, **options)
         return executed, memory.read(mapped.address, mapped.nbytes)
 
@@ -45,9 +48,9 @@ def on_host(placement, files, **options):
             return executed, file.read()
 
 
-def same_on_both(placement, files, **options):
+def same_on_both(placement, files, *, computing=None, **options):
     """Every byte and digest of the device's segment is the host's; gaps and the rest of its last page are zeros."""
-    executed, found = filled(placement, files, **options)
+    executed, found = filled(placement, files, computing=computing, **options)
     wanted_executed, wanted = on_host(placement, files, **options)
     assert found[: len(wanted)] == wanted
     assert not any(found[len(wanted) :])
@@ -58,6 +61,7 @@ def same_on_both(placement, files, **options):
         assert executed.digests[placed.parameter.name] == xxhash.xxh3_128(data).digest()
 
 
+METHODS = ["fp8", "fp8-tensor", "fp8-block=8x8", "int8", "int4=8", "int4-asym=8"]
 WAYS = [
     {"layout": "hf"},
     {"tp_size": 2, "tp_rank": 1},
@@ -81,6 +85,101 @@ def test_every_byte_and_digest_is_that_of_a_load_into_host_memory(tmp_path, cuda
     with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
         placement = pipeline.prepare(checkpoint, config).placement
         same_on_both(placement, checkpoint.files, slab_nbytes=slab_nbytes, threads=threads)
+
+
+COMPUTED = [
+    {"dtype": "float32"},
+    *({"quantization": method, "tp_size": size, "tp_rank": size - 1} for method in METHODS for size in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("options", COMPUTED, ids=str)
+@pytest.mark.parametrize(("slab_nbytes", "threads"), [(8 << 20, 2), (300, 3)])
+def test_what_the_device_computes_is_what_the_host_computes(tmp_path, cuda_here, options, slab_nbytes, threads):
+    """Every online method, and a cast: values are brought as the files have them, and computed where they stay."""
+    directory = tiny_llama(tmp_path, intermediate_size=80, tie_word_embeddings=True)
+    config = build_config(directory, **{"layout": "fused", "tp_size": 1, "tp_rank": 0} | options)
+    computing = HostPointers()
+    with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        same_on_both(placement, checkpoint.files, slab_nbytes=slab_nbytes, threads=threads, computing=computing)
+    assert computing.computed > 4
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-tensor", "int4=8"])
+def test_the_device_computes_matrices_that_are_larger_than_a_room(tmp_path, cuda_here, quantization):
+    """They are transposed while they are read, so none is cut: scratch memory and what is fetched are as large."""
+    directory = expert_models.write(tmp_path, expert_models.config_of("gpt_oss", num_hidden_layers=1))
+    wanted = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization=quantization)
+    computing = HostPointers()
+    with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, wanted).placement
+        same_on_both(placement, checkpoint.files, slab_nbytes=512, threads=3, computing=computing)
+    assert computing.computed > 4
+
+
+def test_a_device_that_computes_holds_the_segment_and_two_slabs_of_each_thread(tmp_path, cuda_here):
+    directory = tiny_llama(tmp_path, hidden_size=256, vocab_size=512, intermediate_size=2048)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="fp8")
+    slab_nbytes, threads, used = 64 << 10, 3, []
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with memory.mapped(None, placement.nbytes) as mapped:
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=HostPointers())
+            execute(
+                placement,
+                checkpoint.files,
+                segment,
+                slab_nbytes=slab_nbytes,
+                threads=threads,
+                progress=lambda _done, _total: used.append(cuda_here.fake.used_nbytes()),
+            )
+            assert mapped.nbytes < max(used) <= mapped.nbytes + threads * 2 * slab_nbytes
+            assert cuda_here.fake.used_nbytes() == mapped.nbytes
+
+
+@pytest.mark.parametrize(
+    ("call", "nth", "error"),
+    [
+        ("cuMemAlloc", 2, InsufficientMemory),
+        ("cuMemHostAlloc", 1, InsufficientMemory),
+        ("cuMemcpyHtoDAsync", 2, DeviceFailed),
+        ("cuMemcpyDtoHAsync", 3, DeviceFailed),
+        ("cuStreamSynchronize", 4, DeviceFailed),
+    ],
+)
+def test_a_device_that_fails_while_it_computes_leaves_nothing(tmp_path, cuda_here, call, nth, error):
+    directory = tiny_llama(tmp_path)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="int4=8")
+    result = OUT_OF_MEMORY if error is InsufficientMemory else UNKNOWN
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with nothing_left_behind(), memory.mapped(None, placement.nbytes) as mapped:
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=HostPointers())
+            cuda_here.fake.fail((call, cuda_here.fake.calls().count(call) + nth, result))
+            with pytest.raises(error):
+                execute(placement, checkpoint.files, segment, slab_nbytes=1000, threads=3)
+            cuda_here.fake.fail()
+            assert cuda_here.fake.used_nbytes() == mapped.nbytes
+
+
+def test_what_the_device_cannot_quantize_is_refused_by_name(tmp_path, cuda_here):
+    directory = tiny_llama(tmp_path, hidden_size=64)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="int8")
+    with open_checkpoint(directory) as checkpoint:
+        tensor = next(one for name, one in checkpoint.tensors.items() if name.endswith("o_proj.weight"))
+        with open(directory / "model.safetensors", "r+b") as file:
+            file.seek(tensor.offset)
+            file.write(b"\x80\x7f")  # infinity
+        placement = pipeline.prepare(checkpoint, config).placement
+        with nothing_left_behind(), pytest.raises(UnusableValue, match="o_proj"):
+            filled(placement, checkpoint.files, slab_nbytes=300, threads=4, computing=HostPointers())
+
+
+def test_without_cuda_the_host_computes_and_says_why(cuda_here):
+    computing, why = computing_on(devices.find(None))
+    assert computing is None
+    assert "has no CUDA" in why
 
 
 @pytest.mark.parametrize("case", ["mixtral", "phi3"])
