@@ -64,10 +64,15 @@ class Computing(Protocol):
 
 
 class DevicePort(Protocol):
-    """What a device's bench needs of its thread's way there."""
+    """What works in a device's memory needs of its thread's way there."""
 
     @property
     def stream(self) -> Stream: ...
+
+    @property
+    def computing(self) -> Computing | None:
+        """How the device computes; None: the host does it."""
+        ...
 
     def place(self, segment: int, offset: int, nbytes: int) -> int:
         """The device's address of these bytes."""
@@ -149,6 +154,14 @@ class DeviceBench:
 
     def working(self) -> AbstractContextManager[None]:
         return self._computing.within(self._port.stream)
+
+
+def bench_of(port: Port, spot: Spot) -> Bench:
+    """Where a thread with this port computes: where the bytes stay, if that can be."""
+    device = port.on_device
+    if device is None or device.computing is None:
+        return HostBench(port, spot)
+    return DeviceBench(device, device.computing, spot)
 
 
 def over(memory: memoryview) -> torch.Tensor:

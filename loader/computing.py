@@ -43,7 +43,7 @@ class TorchOnDevice:
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         import torch
 
-        made = torch.as_tensor(_Bytes(address, nbytes), device=self._device)
+        made = torch.as_tensor(DeviceArray(address, nbytes), device=self._device)
         if made.device != self._device or made.data_ptr() != address:
             raise DeviceFailed(
                 "torch did not take a device's memory as it is",
@@ -62,8 +62,8 @@ class TorchOnDevice:
             yield
 
 
-class _Bytes:
-    """An array of a device's bytes, for torch to take."""
+class DeviceArray:
+    """An array of a device's bytes, for whoever takes such: torch, kvikio."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

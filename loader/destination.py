@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,8 @@ from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.large_pages import LargePages
 
 if TYPE_CHECKING:
-    from weightcached.loader.bench import Bench, Spot
+    from weightcached.loader.bench import DevicePort
+    from weightcached.loader.slabs import Slab
 
 
 class Abandoned(Exception):
@@ -72,9 +73,26 @@ class Port(Protocol):
         """Memory for what cannot be read to where it belongs. What it gave before is of no use any more."""
         ...
 
-    def bench(self, spot: Spot) -> Bench | None:
-        """Where arithmetic happens, if that is where the bytes stay; None: on the host."""
+    @property
+    def on_device(self) -> DevicePort | None:
+        """The same, for whoever works in the memory of the device that the segments are on; None: they are not."""
         ...
+
+
+class Straight(Protocol):
+    """Reads slabs to where they belong on a device. Thread-safe."""
+
+    def takes(self, slab: Slab) -> bool:
+        """Whether it can read the slab; if not, it is read as ever."""
+        ...
+
+    def fill(self, slab: Slab, address: int) -> int:
+        """Read all of it to ``address`` of the device, and return the bytes read. Blocks. Raises errors that name file
+        and tensor.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 class Destination(Protocol):
@@ -99,6 +117,12 @@ class Destination(Protocol):
     def port(self, slab_nbytes: int) -> AbstractContextManager[Port]:
         """For the calling thread, which works on slabs of so many bytes. What it was lent outlives the port: it is good
         until the destination is left.
+        """
+        ...
+
+    def straight(self, files: Mapping[str, int]) -> tuple[Straight | None, str]:
+        """A way from ``files`` (name → descriptor) into the segments past the host's memory, which has been tried and
+        is the caller's to close; or None, and why there is none. Called once it is entered.
         """
         ...
 
@@ -139,6 +163,7 @@ class HostSegments:
     """Segments in a host's memory, by writable descriptors that outlive this. All threads share one port: this."""
 
     on_host = True
+    on_device = None
 
     def __init__(self, segments: Sequence[int], *, nbytes: Sequence[int]) -> None:
         """``nbytes``: of each."""
@@ -186,8 +211,8 @@ class HostSegments:
     def buffer(self, nbytes: int) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def bench(self, spot: Spot) -> Bench | None:
-        return None
+    def straight(self, files: Mapping[str, int]) -> tuple[Straight | None, str]:
+        return None, "the weights stay in the host's memory"
 
     def finish(self) -> None:
         """Nothing is under way: what was written is there."""

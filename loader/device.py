@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from weightcached.loader.bench import Bench, Computing, DeviceBench, Spot
-from weightcached.loader.destination import Abandoned, InPlace, Room
+from weightcached.loader.bench import Computing
+from weightcached.loader.destination import Abandoned, InPlace, Room, Straight
 from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory
@@ -85,6 +85,11 @@ class DeviceSegments:
         if not 0 <= offset <= offset + nbytes <= span.nbytes:
             raise ValueError(f"bytes {offset} .. {offset + nbytes} of a segment of {span.nbytes}")
         return span.address + offset
+
+    def straight(self, files: Mapping[str, int]) -> tuple[Straight | None, str]:
+        from weightcached.loader.gds import probed
+
+        return probed(files, self.context)
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         with self._changed:
@@ -248,9 +253,13 @@ class _DevicePort:
         self._buffer = _pinned(nbytes)
         return self._buffer.view()
 
-    def bench(self, spot: Spot) -> Bench | None:
-        computing = self._segments.computing
-        return None if computing is None else DeviceBench(self, computing, spot)
+    @property
+    def on_device(self) -> _DevicePort:
+        return self
+
+    @property
+    def computing(self) -> Computing | None:
+        return self._segments.computing
 
     def place(self, segment: int, offset: int, nbytes: int) -> int:
         return self._segments.place(segment, offset, nbytes)

@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightcached.loader.access import accessing, look
-from weightcached.loader.bench import HostBench
-from weightcached.loader.destination import Destination, HostSegments, Output, Port, Room, Target
+from weightcached.loader.bench import bench_of
+from weightcached.loader.destination import Destination, HostSegments, Output, Port, Room, Straight, Target
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
 from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
+from weightcached.loader.straight import Offered
 from weightcached.loader.strategy import Strategy, choose
 from weightcached.loader.turns import Digests
 from weightcached.protocol.dtypes import itemsize_bytes
@@ -90,14 +91,20 @@ def execute(
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
     destination = _destination(segments, placement)
-    with destination:
+    with destination, Offered(lambda: destination.straight(files)) as offered:
         chosen = choose(
-            parameters, look(files), free_nbytes=free_nbytes, asked=strategy, resident_on_host=destination.on_host
+            parameters,
+            look(files),
+            free_nbytes=free_nbytes,
+            asked=strategy,
+            resident_on_host=destination.on_host,
+            straight=None if destination.on_host else offered.why_not,
         )
         log.info("load strategy: %s", chosen.reason)
+        straight = offered.required() if chosen.name == "gds" else None
         with accessing(files, chosen, mapped=expendable) as access:
             team = _Team(placement, Reader(access), destination, slab_nbytes or chosen.slab_nbytes, chosen, progress)
-            team.run(threads or chosen.threads)
+            team.run(threads or chosen.threads, straight)
     log.info("%s", destination)
     return team.executed()
 
@@ -137,11 +144,15 @@ class _Team:
         self._digests = Digests(name for name, placed in self._placed.items() if placed.parameter.alias_of is None)
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
+        self._straight: Straight | None = None
         self._held = Held(placed.parameter for placed in placement.placed)
         self._meter = _Meter(placement, progress)
 
-    def run(self, threads: int) -> None:
-        """Work with so many threads to the end. Raises the first failure, when all of them have stopped."""
+    def run(self, threads: int, straight: Straight | None = None) -> None:
+        """Work with so many threads to the end; what ``straight`` takes it reads. Raises the first failure, when all of
+        them have stopped.
+        """
+        self._straight = straight
         team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
         started = []
         try:
@@ -173,8 +184,10 @@ class _Team:
             self._fail(failure)
 
     def _work_through(self, port: Port) -> None:
-        transforms = Transforms(port.bench(self._spot) or HostBench(port, self._spot))
+        transforms = Transforms(bench_of(port, self._spot))
         buffer = memoryview(b"")
+        if self._straight is not None and port.on_device is not None:
+            port.on_device.stream.synchronize()  # what zeroes the segments comes before what is read past the stream
         while run := self._claim():
             self._reader.begin(run[0])
             self._destination.prepare(self._segment_of(run[0]), self._place_of(run[0])[0], self._place_of(run[-1])[1])
@@ -185,7 +198,6 @@ class _Team:
                     self._process_held(slab, port, transforms)
                     continue
                 if (room := self._room(slab, port)) is not None:
-                    self._count(slab, self._reader.fill(slab, room.memory))
                     offset = slab.first * itemsize_bytes(slab.parameter.dtype)
                     self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
                     continue
@@ -196,11 +208,18 @@ class _Team:
                 self._finish(slab, transforms.outputs(slab, source), port)
 
     def _room(self, slab: Slab, port: Port) -> Room | None:
-        """Where the slab can be read to: room for what stays as it is, if the destination has any."""
+        """What stays as it is, read into a room of the destination's; None where it has none."""
         if slab.parameter.transform is not None:
             return None
-        offset = slab.first * itemsize_bytes(slab.parameter.dtype)
-        return port.lend(*self._spot(slab.parameter.name, offset), slab.source_nbytes)
+        spot = self._spot(slab.parameter.name, slab.first * itemsize_bytes(slab.parameter.dtype))
+        if port.on_device is not None and self._straight is not None and self._straight.takes(slab):
+            address = port.on_device.place(*spot, slab.source_nbytes)
+            self._count(slab, self._straight.fill(slab, address))
+            return port.on_device.fetch(*spot, slab.source_nbytes)
+        room = port.lend(*spot, slab.source_nbytes)
+        if room is not None:
+            self._count(slab, self._reader.fill(slab, room.memory))
+        return room
 
     def _spot(self, name: str, offset: int) -> tuple[int, int]:
         """Where a byte of the parameter is: in which segment, and where there."""
@@ -252,7 +271,8 @@ class _Team:
             run = self._next_run()
             self._expected_nbytes -= sum(slab.source_nbytes for slab in run)
         for slab in fresh:
-            self._reader.expect(slab)
+            if self._straight is None or not self._straight.takes(slab):
+                self._reader.expect(slab)
         return run
 
     def _next_run(self) -> list[Slab]:

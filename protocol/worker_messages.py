@@ -28,7 +28,7 @@ from weightcached.protocol.messages import (
 JOB_BODY_MAX_BYTES = 32 * 1024 * 1024
 
 
-LoadStrategy = Literal["auto", "read", "prefetch", "direct", "mmap"]
+LoadStrategy = Literal["auto", "read", "prefetch", "direct", "gds", "mmap"]
 """How bytes get from files into segments; what each is for is the loader's to say."""
 
 
