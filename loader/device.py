@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from weightcached.loader.bench import Computing
 from weightcached.loader.destination import Abandoned, InPlace, Room, Straight
+from weightcached.loader.strategy import SLABS_NBYTES
 from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory
@@ -32,6 +33,11 @@ log = logging.getLogger(__name__)
 
 ROOMS = 4
 """Of each thread: a run of slabs fits, so that threads rarely wait for others whose turn it is to digest."""
+
+
+COMPUTING_NBYTES = 3 * SLABS_NBYTES
+"""What a device that computes holds beside its segments, at most and by default: for all slabs that are worked on at a
+time their values, the same as float32, and what arithmetic takes in passing. Matrices that are never cut are more."""
 
 
 class Span(NamedTuple):
@@ -265,13 +271,15 @@ class _DevicePort:
         return self._segments.place(segment, offset, nbytes)
 
     def scratch(self, purpose: str, nbytes: int) -> int:
-        """Of a slab's size, or of ``nbytes`` where those are more. Raises InsufficientMemory."""
+        """Grows as slabs do, to a slab's size at most, or to what a larger one takes. Raises InsufficientMemory."""
         held = self._scratch.get(purpose)
         if held is None or held.nbytes < nbytes:
+            wanted = nbytes
             if held is not None:
+                wanted = max(nbytes, min(2 * held.nbytes, self._room_nbytes))
                 self.stream.synchronize()
                 held.close()
-            held = DeviceMemory(max(nbytes, self._room_nbytes), device=self._segments.context.device)
+            held = DeviceMemory(wanted, device=self._segments.context.device)
             self._scratch[purpose] = held
         return held.address
 

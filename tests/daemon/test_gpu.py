@@ -483,3 +483,21 @@ def test_a_parameter_that_no_segment_holds_fails_the_load_for_good_and_is_named(
         report = served.wait_until("failed")
         assert "lm_head.weight is larger than a segment" in str(report.last_error)
         assert fake_cuda.used_nbytes() == 0
+
+
+def test_a_daemon_reads_past_the_host_where_it_is_told_to_and_can(
+    fake_cuda: FakeCuda, large_model: Path, runtime_dir: Path
+) -> None:
+    """With a stand-in for kvikio (tests/fakekvikio); without one, what was asked for is an error."""
+    asked = ("--load-strategy", "gds")
+    with gpu_daemon(fake_cuda, large_model, runtime_dir, *asked) as served:
+        report = served.wait_until("failed")
+        assert "kvikio cannot be imported" in str(report.last_error)
+    with gpu_daemon(
+        fake_cuda, large_model, runtime_dir, *asked, PYTHONPATH=str(ROOT / "tests" / "fakekvikio")
+    ) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, large_model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            assert engine.ask("digests") == digests_from_disk(large_model)
+            assert engine.ask("differing") == []
