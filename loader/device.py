@@ -8,7 +8,8 @@ slabs a thread.
 
 Values are cast and quantized on the device where torch computes there (:class:`~weightcached.loader.bench.Computing`):
 they are copied as the files have them, and what became of them is copied back to be digested. A thread then takes
-scratch memory of the device for one slab. Otherwise the host computes before the copy, by the same functions.
+scratch memory of the device for one slab, and waits for that slab: what overlaps are several threads' slabs. Otherwise
+the host computes before the copy, by the same functions.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def _tried(gds: Gds, files: Mapping[str, int], context: Context) -> str | None:
         stream = Stream()
         try:
             for name, fd in files.items():
-                wanted = os.pread(fd, _TRIED_NBYTES, 0)
+                if not (wanted := os.pread(fd, _TRIED_NBYTES, 0)):
+                    continue
                 stream.zero(memory.address, _TRIED_NBYTES)
                 stream.synchronize()
                 got = gds.read(name, 0, memory.address, len(wanted))
