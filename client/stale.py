@@ -44,8 +44,16 @@ def checked_policy(on_stale: OnStale) -> OnStale:
 
 
 def exit_process(where: str, reason: str) -> NoReturn:
+    """What policy ``exit`` does."""
+    end_process(
+        f"{where} serves other weights now; as on_stale='exit' asks, this process ends with status "
+        f"{STALE_EXIT}: {reason}"
+    )
+
+
+def end_process(words: str) -> NoReturn:
     """End this process with :data:`STALE_EXIT`, from whatever thread; within five seconds, even where what it wrote
-    cannot be flushed. Nothing else runs: no ``finally``, no ``atexit``.
+    cannot be flushed. Nothing else runs: no ``finally``, no ``atexit``. ``words`` say why.
 
     Not by SIGTERM to itself: a handler may take it for an orderly stop and report success, or may never come to run
     because the main thread does not return to Python; and service managers count it as a clean end, after which
@@ -55,9 +63,8 @@ def exit_process(where: str, reason: str) -> NoReturn:
         late = threading.Timer(_FLUSH_TIMEOUT_S, os._exit, (STALE_EXIT,))
         late.daemon = True
         late.start()
-    words = f"{where} serves other weights now; as on_stale='exit' asks, this process ends with status {STALE_EXIT}"
     with suppress(OSError):
-        os.write(_STDERR, f"weightcached: {words}: {reason}\n".encode())
+        os.write(_STDERR, f"weightcached: {words}\n".encode())
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # closed, or nobody reads it: what it held is lost either way

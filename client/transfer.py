@@ -1,7 +1,7 @@
 """From the descriptors of a grant to mapped memory, every claim about them checked first.
 
 Owns the checks (count, seals, exact sizes, the manifest's digest, and that grant and manifest say the same) and
-mapping. Called by ``attach.py``. Does not talk to the daemon.
+mapping. Called by ``attach.py`` and ``swap.py``. Does not talk to the daemon.
 """
 
 from __future__ import annotations
@@ -39,21 +39,30 @@ def import_grant(grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str
     Raises TransferError for anything that is not exactly as announced, and then leaves nothing mapped.
     """
     with fds:
-        expected = 1 + len(grant.segments)
-        if len(fds) != expected:
-            raise TransferError(
-                "another number of descriptors than the grant needs",
-                expected=f"{expected}: the manifest and {expected - 1} segments",
-                found=len(fds),
-                where=where,
-            )
-        manifest = Manifest.decode(_manifest_bytes(grant, fds[0], where))
-        _require_same_generation(manifest, grant, config, where)
-        kind = kind_of(config)
-        sizes = [segment.nbytes for segment in grant.segments]
-        for number, nbytes in enumerate(sizes):
-            kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
-        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
+        return map_granted(granted_manifest(grant, fds, where=where), grant, fds, config=config, where=where)
+
+
+def granted_manifest(grant: Grant, fds: OwnedFds, *, where: str) -> Manifest:
+    """The manifest that ``grant`` announces. ``fds`` stay the caller's. Raises TransferError."""
+    expected = 1 + len(grant.segments)
+    if len(fds) != expected:
+        raise TransferError(
+            "another number of descriptors than the grant needs",
+            expected=f"{expected}: the manifest and {expected - 1} segments",
+            found=len(fds),
+            where=where,
+        )
+    return Manifest.decode(_manifest_bytes(grant, fds[0], where))
+
+
+def map_granted(manifest: Manifest, grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Mapped:
+    """Map the segments that go with ``manifest``. ``fds`` stay the caller's. Raises TransferError."""
+    _require_same_generation(manifest, grant, config, where)
+    kind = kind_of(config)
+    sizes = [segment.nbytes for segment in grant.segments]
+    for number, nbytes in enumerate(sizes):
+        kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
+    return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
 
 
 def map_segments(fds: Sequence[int], sizes: Sequence[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:

@@ -12,13 +12,15 @@ import json
 import sys
 from collections.abc import Sequence
 
+from weightcached.daemon.gpus import Gpu, in_words, look_at_gpus
+from weightcached.daemon.gpus import as_json as gpus_as_json
 from weightcached.daemon.leases import DETACHED_AFTER_S
 from weightcached.daemon.seen import Seen, as_json, collect
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
-from weightcached.protocol.messages import LeaseInfo, Report
+from weightcached.protocol.messages import GenerationInfo, LeaseInfo, Report
 from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
@@ -31,16 +33,20 @@ def exit_code(seen: Sequence[Seen]) -> int:
     if not seen:
         return 3
     states = {one.state for one in seen}
-    if states == {State.READY}:
+    if states <= SERVING:
         return 0
-    return 1 if states <= {State.READY, State.STARTING, State.ADOPTING, State.LOADING} else 2
+    return 1 if states <= {*SERVING, State.STARTING, State.ADOPTING, State.LOADING} else 2
 
 
-def render(seen: Sequence[Seen]) -> list[str]:
-    """The table, and under it what does not fit in a row: leases, and why something is wrong."""
+def render(seen: Sequence[Seen], gpus: Sequence[Gpu] = ()) -> list[str]:
+    """The table, and under it what does not fit in a row: leases, why something is wrong, and the memory of the GPUs
+    that the places are on.
+    """
     lines = table([_HEADING, *(_row(one) for one in seen)])
     for one in seen:
         lines += _details(one)
+    devices = {one.place.device for one in seen}
+    lines += [in_words(gpu) for gpu in gpus if gpu.device in devices]
     return [one_line(line) for line in lines]
 
 
@@ -69,7 +75,7 @@ def _rank(one: Seen, report: Report) -> str:
 
 
 def _progress(report: Report) -> str:
-    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING):
+    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING, State.UPDATING):
         return "-"
     if not report.bytes_total:
         return report.stage
@@ -95,6 +101,7 @@ def _details(one: Seen) -> list[str]:
     ]
     if (more := report.lease_count - len(lines)) > 0:
         lines.append(f"and {more} more leases")
+    lines += [_held(one) for one in report.held if one.standing != "current" or one.pinned]
     if report.vault in ("unproven", "dropped"):
         lines.append(f"vault: {report.vault}: {report.vault_reason}")
     if report.unproven_reason is not None:
@@ -105,6 +112,15 @@ def _details(one: Seen) -> list[str]:
     if report.last_error is not None:
         lines.append(f"last error: {report.last_error}")
     return [f"{one.place}: {line}" for line in lines]
+
+
+def _held(one: GenerationInfo) -> str:
+    """A generation beside the one that the row is about."""
+    text = f"{one.standing} generation {one.generation[:12]}, {_short(one.version)}, {binary_size(one.resident_nbytes)}"
+    text += f", {one.leases} lease{'' if one.leases == 1 else 's'}"
+    if one.pinned:
+        text += ", pinned" if one.pinned_for_s is None else f", pinned for {duration(one.pinned_for_s)}"
+    return f"{text}, from {one.origin}"
 
 
 def _silence(lease: LeaseInfo) -> str:
@@ -136,10 +152,11 @@ def main(argv: list[str]) -> int:
     except WeightCacheError as error:
         print(one_line(f"weightcached status: {error}"), file=sys.stderr)
         return 2
+    gpus = look_at_gpus(seen)
     if given.json:
-        print(json.dumps(as_json(seen)))
+        print(json.dumps(as_json(seen) | gpus_as_json(gpus)))
     elif seen:
-        print("\n".join(render(seen)))
+        print("\n".join(render(seen, gpus)))
     else:
         print(f"no daemon in {runtime_dir}" + (f" under the name {given.name}" if given.name else ""))
     return exit_code(seen)

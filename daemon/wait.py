@@ -1,6 +1,6 @@
 """``weightcached wait``: return when places are ready, whether or not their daemons have started yet.
 
-Exit codes: 0 ready · 1 not ready in time · 2 a load failed, or a place cannot be used.
+Exit codes: 0 ready · 1 not ready in time · 2 a load failed, or a place or a GPU cannot be used.
 
 A daemon that is not there yet, or died and may be restarted, is looked for again until the time is over; nothing
 announces a socket. Once there is a connection it is kept, and the daemon is asked on it.
@@ -11,11 +11,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
@@ -26,11 +24,14 @@ from weightcached.protocol.errors import (
     DaemonFailed,
     DaemonNotReady,
     DaemonUnreachable,
+    DeviceAbsent,
+    DeviceFailed,
     WeightCacheError,
 )
+from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
-from weightcached.protocol.places import Place, places_in, runtime_directory
+from weightcached.protocol.places import Place, runtime_directory
 
 PAUSE_S = 0.1
 _ANSWER_TIMEOUT_S = 5.0
@@ -62,7 +63,7 @@ class Watched:
         self.last_seen = f"{report.state}, stage {report.stage!r}"
         if report.state == State.FAILED:
             raise DaemonFailed("the daemon could not load its weights", found=report.last_error, where=self.place)
-        return report.state == State.READY
+        return report.state in SERVING
 
     def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -92,14 +93,6 @@ def wait(find: Callable[[], Sequence[Place]], *, allowed: AllowList, deadline: D
             one.close()
 
 
-def _sockets(runtime_dir: Path, name: str | None) -> list[Place]:
-    return [
-        place
-        for place in places_in(runtime_dir)
-        if (name is None or place.name == name) and place.socket_path.is_socket()
-    ]
-
-
 def main(argv: list[str]) -> int:
     """Wait, and return the exit code."""
     parser = Parser(
@@ -107,7 +100,8 @@ def main(argv: list[str]) -> int:
         description="Return when every place is ready: those of the ranks that are named, started or\n"
         "not, or else all that have a socket, and at least one. Name the sizes where several ranks\n"
         "are only just being started.",
-        epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
+        epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place or a GPU cannot be used;\n"
+        "64 bad options",
     )
     parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
     add_place_arguments(parser, name=NAME_OF_SOME)
@@ -117,11 +111,11 @@ def main(argv: list[str]) -> int:
         runtime_dir = runtime_directory(given.runtime_dir)
         named = named_places(given, runtime_dir)
     except WeightCacheError as error:
-        print(f"weightcached wait: {error}", file=sys.stderr)
-        return USAGE_EXIT
+        print(one_line(f"weightcached wait: {error}"), file=sys.stderr)
+        return 2 if isinstance(error, DeviceAbsent | DeviceFailed) else USAGE_EXIT
 
     def find() -> list[Place]:
-        return named if named is not None else _sockets(runtime_dir, given.name)
+        return named if named is not None else places_with_socket(runtime_dir, given.name)
 
     try:
         wait(find, allowed=allow_list(given), deadline=Deadline.after(given.timeout))

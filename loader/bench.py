@@ -92,9 +92,11 @@ class DevicePort(Protocol):
 
 
 class HostBench:
-    """The host's processors compute, in the destination's rooms where it has any."""
+    """The host's processors compute, in the destination's rooms where it has any; without a port, in memory of the
+    bench alone.
+    """
 
-    def __init__(self, port: Port, spot: Spot) -> None:
+    def __init__(self, port: Port | None, spot: Spot) -> None:
         self._port = port
         self._spot = spot
         self._floats: torch.Tensor | None = None
@@ -112,7 +114,7 @@ class HostBench:
 
     def result(self, name: str, offset: int, nbytes: int) -> Result:
         """Memory of its own is used again, since fresh pages cost more than what is computed in them."""
-        room = self._port.lend(*self._spot(name, offset), nbytes)
+        room = None if self._port is None else self._port.lend(*self._spot(name, offset), nbytes)
         if room is None and len(self._bytes) < nbytes:
             self._bytes = bytearray(nbytes)
         memory = memoryview(self._bytes)[:nbytes] if room is None else room.memory

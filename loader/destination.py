@@ -144,6 +144,20 @@ Target = int | Sequence[int] | Destination
 destination that nobody has entered."""
 
 
+def descriptors(target: Target) -> Sequence[int] | None:
+    """Of a host's segments, each one's; None: it is a destination."""
+    if isinstance(target, int):
+        return (target,)
+    return target if isinstance(target, Sequence) else None
+
+
+def as_destination(target: Target, segments_nbytes: Sequence[int]) -> Destination:
+    """What fills segments of these sizes."""
+    if isinstance(target, int):
+        target = (target,)
+    return HostSegments(target, nbytes=segments_nbytes) if isinstance(target, Sequence) else target
+
+
 class InPlace:
     """Room with which there is nothing more to be done: the segment itself, or bytes that are there already."""
 

@@ -16,12 +16,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.access import accessing, look
 from weightcached.loader.bench import bench_of
-from weightcached.loader.destination import Destination, HostSegments, Output, Port, Room, Straight, Target
+from weightcached.loader.destination import Destination, Output, Port, Room, Straight, Target, as_destination
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
@@ -90,7 +90,7 @@ def execute(
     """
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
-    destination = _destination(segments, placement)
+    destination = as_destination(segments, placement.segments_nbytes)
     with destination, Offered(lambda: destination.straight(files)) as offered:
         chosen = choose(
             parameters,
@@ -107,12 +107,6 @@ def execute(
             team.run(threads or chosen.threads, straight)
     log.info("%s", destination)
     return team.executed()
-
-
-def _destination(segments: Target, placement: Placement) -> Destination:
-    if isinstance(segments, int):
-        segments = (segments,)
-    return HostSegments(segments, nbytes=placement.segments_nbytes) if isinstance(segments, Sequence) else segments
 
 
 class _Team:

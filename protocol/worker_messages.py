@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from weightcached.protocol.messages import (
+    BUCKETS_MAX,
     DAEMON_BODY_MAX_BYTES,
-    GRANT_FDS_MAX,
     GRANT_SEGMENTS_MAX,
     AccountingCounts,
     Count,
@@ -32,6 +32,16 @@ LoadStrategy = Literal["auto", "read", "prefetch", "direct", "gds", "mmap"]
 """How bytes get from files into segments; what each is for is the loader's to say."""
 
 
+class Push(Message):
+    """The weights come from a trainer. Of the job's descriptors the first is the socket to it, the second the manifest
+    of the generation that is served; with ``partial`` its segments follow, of which is taken what is not pushed.
+    """
+
+    partial: bool
+    bucket_nbytes: Count
+    bucket_count: Count
+
+
 class Job(Message):
     """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
 
@@ -46,6 +56,8 @@ class Job(Message):
     strategy: LoadStrategy = "auto"
     engine_arguments: Annotated[tuple[LongText, ...], Field(strict=False)] = ()
     """Of the engine that ``config`` names as the maker of its layout, where there is one."""
+    push: Push | None = None
+    """Fill the segments with what a trainer pushes: of the checkpoint only the headers are read."""
 
 
 class Planned(Message):
@@ -66,7 +78,9 @@ class Planned(Message):
 
 
 class Memory(Message):
-    """Carries one writable descriptor per segment. ``version`` and ``receipts_version`` go into the manifest."""
+    """Carries one writable descriptor per segment, and for a push a readable one per bucket after them. ``version`` and
+    ``receipts_version`` go into the manifest, unless a trainer assigns others.
+    """
 
     version: ShortText
     receipts_version: ShortText
@@ -90,6 +104,8 @@ class Done(Message):
     bytes_kept: Count
     """What became part of a parameter."""
     seconds: dict[str, Seconds]
+    assigned_version: ShortText | None = None
+    """Of a push."""
 
 
 class Failed(Message):
@@ -108,7 +124,7 @@ KEEPER_TO_WORKER = Dialect(
     "keeper to worker",
     {1: Job, 2: Memory},
     body_max_bytes=JOB_BODY_MAX_BYTES,
-    fds_max=GRANT_FDS_MAX,
+    fds_max=GRANT_SEGMENTS_MAX + BUCKETS_MAX,
     items_max=4 * 1024 * 1024,
     list_max=4 * 1024 * 1024,
 )

@@ -29,6 +29,11 @@ class Chosen:
     memory: Memory
     device: str
 
+    @property
+    def option(self) -> str:
+        """The device as an option that means the same in any process: ``cpu``, or ``cuda:`` and the whole UUID."""
+        return CPU if self.device == CPU else f"cuda:{self.device.removeprefix(GPU_PREFIX)}"
+
 
 HOST = Chosen("host", CPU)
 

@@ -18,6 +18,7 @@ from weightcached.protocol.memory.cuda import devices, physical
 CHECK = Path(__file__).with_name("check.py")
 LACKING = {"graph": "has no CUDA", "straight": "kvikio cannot be imported"}
 SLOW = {"kept", "attach", "tokens"}
+LACKING = {"allocator": "has no CUDA", "graph": "has no CUDA", "vllm": "vllm is not installed"}
 
 
 def checked(fake_cuda, *arguments, **variables):

@@ -1,0 +1,206 @@
+"""Update and roll back the live weights of a group, all ranks or none; end what was left.
+
+Owns what these mean: which source, which checks before anything is begun, and which error tells why nothing changed.
+``coordinator.py`` carries changes out. These are coroutines; ``weightcached.client.control`` has the blocking ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.client.control.coordinator import Coordinator, Told, held, nobody
+from weightcached.client.control.course import Course, Failure, begin, end
+from weightcached.client.control.group import Group, Where
+from weightcached.client.control.holding import version_held_by_all
+from weightcached.protocol.control import FromCheckpoint, FromHeld, Source
+from weightcached.protocol.errors import (
+    ERRORS_BY_CODE,
+    DecisionUnknown,
+    UpdateConflict,
+    WeightCacheError,
+)
+from weightcached.protocol.hub import resolve as resolve_model
+from weightcached.protocol.transaction import Versions
+
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A change that was committed."""
+
+    transaction: str
+    version: str
+    """What all ranks serve now."""
+    before: str
+    away: tuple[str, ...]
+    """Ranks that were not seen to switch: they read rank 0's record by themselves, and grant nothing else meanwhile to
+    engines that ask for rank 0's version."""
+    seconds: float
+
+
+async def update(
+    where: Where,
+    model: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    wait: bool = False,
+    force: bool = False,
+    align: bool = False,
+    told: Told = nobody,
+) -> Changed:
+    """Have all ranks load ``model``, a directory or a hub id, beside what they serve, and then switch.
+
+    ``keep``: how many earlier generations stay for rollback. ``wait``: for another change that is under way, and until
+    every rank was seen to switch. ``force``: end another change that is open. ``align``: also where ranks serve
+    different versions now. Raises the error of the rank that could not; then nothing has changed anywhere.
+    """
+    source = await asyncio.to_thread(_checkpoint, model)
+    return await change(where, source, keep=keep, wait=wait, force=force, align=align, told=told)
+
+
+def _checkpoint(model: str | os.PathLike[str]) -> FromCheckpoint:
+    model_dir = resolve_model(model)
+    hub_id = None if model_dir == Path(model) else str(model)
+    return FromCheckpoint(model_dir=str(model_dir.absolute()), hub_id=hub_id)
+
+
+async def rollback(
+    where: Where,
+    to: str | None = None,
+    *,
+    wait: bool = False,
+    force: bool = False,
+    align: bool = False,
+    told: Told = nobody,
+) -> Changed:
+    """Have all ranks serve a version again that they hold: ``to``, its beginning, or else the one before this one.
+
+    Raises GenerationGone with who holds it and who does not.
+    """
+    group = await where.group()
+    group.require_whole()
+    version = version_held_by_all(group, to)
+    return await change(where, FromHeld(version=version), wait=wait, force=force, align=align, told=told)
+
+
+async def change(
+    where: Where,
+    source: Source,
+    *,
+    keep: int | None = None,
+    wait: bool = False,
+    force: bool = False,
+    align: bool = False,
+    told: Told = nobody,
+    begun: Callable[[str], Awaitable[None]] | None = None,
+) -> Changed:
+    """One change of all ranks, from whatever source. ``begun`` is awaited with the transaction once every rank has
+    begun to prepare it: a trainer pushes then. The other parameters are :func:`update`'s.
+    """
+    started_s = time.monotonic()
+    group = await where.group()
+    group.require_whole()
+    await _end_others(where, group, wait=wait, force=force, told=told)
+    group = await where.group()
+    group.require_whole()
+    before = _current(group)
+    transaction = secrets.token_hex(16)
+    coordinator = Coordinator(
+        group,
+        deadline=where.deadline,
+        allowed=where.allowed,
+        source=source,
+        keep=keep,
+        told=told,
+        begun=begun,
+    )
+    course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
+    if course.outcome is None or not course.outcome.is_commit:
+        raise _error(group, course.failure)
+    made = next((one.versions for one in course.prepared if one is not None), None)
+    away = [group.members[rank].word for rank in sorted(course.away)]
+    while wait and away and made is not None and not where.deadline.passed:
+        await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
+        away = await _not_serving(where, made)
+    version = made.version if made is not None else _current(await where.group())
+    return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s)
+
+
+async def _not_serving(where: Where, versions: Versions) -> list[str]:
+    """The ranks that were not seen to serve it."""
+    group = await where.group()
+    serving = {
+        member.word
+        for member, state in group.states()
+        if (current := state.generation(state.current)) is not None and held(current).versions.same(versions)
+    }
+    return [one.word for one in group.members if one.word not in serving]
+
+
+async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
+    """End what is open or prepared in the group, whoever began it, as rank 0's record says; what is open is committed
+    if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later.
+
+    Raises why it could not be ended.
+    """
+    group = await where.group()
+    course = await _ended(where, group, force=True, told=told)
+    if course.failure is not None:
+        raise _error(group, course.failure)
+    return await where.group(), course
+
+
+async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, told: Told) -> None:
+    """What was decided and not read everywhere is no obstacle; what is open is another's, unless ``force``."""
+    while True:
+        course = await _ended(where, group, force=force, told=told)
+        if course.failure is None:
+            return
+        if not wait or where.deadline.passed or course.failure.code != UpdateConflict.code:
+            raise _error(group, course.failure)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _ended(where: Where, group: Group, *, force: bool, told: Told) -> Course:
+    coordinator = Coordinator(group, deadline=where.deadline, allowed=where.allowed, told=told)
+    return await coordinator.run(end(len(group.members), forced=force))
+
+
+def _error(group: Group, failure: Failure | None) -> WeightCacheError:
+    """Why nothing changed, as the error that the rank gave, with its name."""
+    if failure is None:
+        return UpdateConflict("the change was not committed", where=group.where)
+    kind = ERRORS_BY_CODE.get(failure.code, WeightCacheError)
+    if kind is DecisionUnknown:
+        return DecisionUnknown(
+            f"it is not known whether the change was committed: {failure.why}",
+            expected="rank 0's record: committed everywhere, or nowhere",
+            where=group.where,
+            next_step="`weightcached update --resolve`, once rank 0 answers",
+        )
+    who = f" on rank {group.members[failure.rank].word}" if failure.rank is not None else ""
+    steps = {
+        "update_conflict": "wait for it; if whoever began it is gone, `weightcached update --resolve` ends it",
+        "ranks_disagree": "`weightcached generations` shows what each has; --align makes them one all the same",
+    }
+    try:
+        return kind(
+            f"the weights were not changed{who}: {failure.why}",
+            where=group.where,
+            next_step=None if "next step" in failure.why else steps.get(failure.code),
+        )
+    except TypeError:  # the error of a difference between two configs is made from its fields
+        return WeightCacheError(f"the weights were not changed{who}: {failure.why}", where=group.where)
+
+
+def _current(group: Group) -> str:
+    state = group.leader.state
+    current = state.generation(state.current) if state is not None else None
+    return current.version if current is not None else "none"
