@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightcached.protocol.config import CacheConfig
@@ -64,7 +65,7 @@ def map_granted(manifest: Manifest, grant: Grant, fds: OwnedFds, *, config: Cach
     return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
 
 
-def map_segments(fds: list[int], sizes: list[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
+def map_segments(fds: Sequence[int], sizes: Sequence[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
     """Map each segment for an engine; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
     segments: list[SegmentMapping] = []
     try:

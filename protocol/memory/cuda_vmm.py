@@ -47,6 +47,11 @@ class CudaVmm:
     def _granularity(self) -> int:
         return physical.granularity(self.device)
 
+    @functools.cached_property
+    def segment_max_nbytes(self) -> int | None:
+        """What one allocation may be."""
+        return physical.largest_nbytes(lambda: self.device)
+
     def admit(self, nbytes: int) -> Room:
         """What the device has free; InsufficientMemory, naming who holds it, where that is too little.
 

@@ -70,6 +70,12 @@ class SegmentMapping(Protocol):
 class MemoryKind(Protocol):
     """How a segment of this kind is allocated, protected, handed over and mapped. Descriptors stay the caller's."""
 
+    @property
+    def segment_max_nbytes(self) -> int | None:
+        """What a segment may be at most; None: as much as there is memory. With the layout it decides every place, so
+        it is the same for equal configs.
+        """
+
     def admit(self, nbytes: int) -> Room:
         """The tightest limit, if ``nbytes`` of segments fit under it; InsufficientMemory if not."""
 

@@ -16,6 +16,7 @@ from tests.support.fakecuda import FakeDevice
 from weightcached.protocol.memory.cuda import devices, physical
 
 CHECK = Path(__file__).with_name("check.py")
+LACKING = {"graph": "has no CUDA", "straight": "kvikio cannot be imported"}
 SLOW = {"kept", "attach", "tokens"}
 LACKING = {"allocator": "has no CUDA", "graph": "has no CUDA", "vllm": "vllm is not installed"}
 
