@@ -7,14 +7,17 @@ disk.
 from weightcached.client.attach import attach
 from weightcached.client.bind import BindReport, bind, meta_parameters
 from weightcached.client.exchange import Progress
+from weightcached.client.holder import HOLDER_LOST_EXIT, OnHolderLost
 from weightcached.client.lease import Lease
 from weightcached.client.stale import STALE_EXIT, OnStale
 from weightcached.client.weights import WeightSet
 
 __all__ = [
+    "HOLDER_LOST_EXIT",
     "STALE_EXIT",
     "BindReport",
     "Lease",
+    "OnHolderLost",
     "OnStale",
     "Progress",
     "WeightSet",

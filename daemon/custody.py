@@ -150,9 +150,14 @@ class Custody:
     # Generations
 
     async def entrust(self, generation: Generation) -> None:
-        """Put a generation into the vault, whole or not at all, and make it current. Sets :attr:`keeping`."""
+        """Put a generation into the vault, whole or not at all, and make it current. Sets :attr:`keeping`. Memory that
+        dies with its holder is no vault's to keep.
+        """
+        if generation.kind.dies_with_holder:
+            self.keeping = Keeping("none", f"memory of kind {generation.config.memory} dies with the daemon")
+            return
         names = stored_names(generation.id, segments=len(generation.segments_nbytes))
-        fds = [generation.memory[position] for position in (*range(1, len(generation.memory)), 0)]
+        fds = [generation.memory[position] for position in (*range(1, 1 + len(generation.segments_nbytes)), 0)]
         self._change(generations=(*self.record.generations, record_of(generation)))
         self._names[generation.id] = set(names)
         items = list(zip(names, fds, strict=True))

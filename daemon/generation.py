@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import hashlib
 import os
 from dataclasses import dataclass
 
+from weightcached.daemon.holder import Holder
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import InvalidOption
@@ -88,7 +90,9 @@ class Generation:
     id: str
     config: CacheConfig
     memory: OwnedFds
-    """The manifest, then each segment: all published, so that nobody writes there."""
+    """The manifest, then each segment: all published, so that nobody writes there. Where there is a holder, then what
+    tells of its end, and its cord.
+    """
     manifest_nbytes: int
     manifest_sha256: str
     segments_nbytes: tuple[int, ...]
@@ -105,6 +109,8 @@ class Generation:
     seconds: dict[str, float]
     engine_inputs: str | None = None
     """What the key of the engine that made the layout was computed from, as one hash."""
+    holder: Holder | None = None
+    """The process whose memory it is, where it dies with one. Closing ``memory`` lets it go."""
 
     @property
     def kind(self) -> MemoryKind:
@@ -149,11 +155,15 @@ class Generation:
 
     def export(self) -> OwnedFds:
         """Read-only descriptors of the manifest and each segment, made for one client: nothing (not even a file offset)
-        is shared with another's. The caller closes them once they are sent."""
+        is shared with another's. Then what tells of the holder's end, where there is one. The caller closes them once
+        they are sent."""
+        segments = len(self.segments_nbytes)
         with OwnedFds() as made:
             made.append(host.export(self.memory[0]))
-            for position in range(1, len(self.memory)):
+            for position in range(1, 1 + segments):
                 made.append(self.kind.export(self.memory[position]))
+            if self.holder is not None:
+                made.append(fcntl.fcntl(self.memory[1 + segments], fcntl.F_DUPFD_CLOEXEC, 0))
             return OwnedFds(made.take_all())
 
 

@@ -114,7 +114,7 @@ class Keeper:
             await asyncio.wait({bringing_up, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if bringing_up.done():
                 bringing_up.result()
-                await stopping
+                await self._until(stopping, server)
             told = True
         finally:
             self._record.machine.move(State.DRAINING)
@@ -122,6 +122,23 @@ class Keeper:
             bringing_up.cancel()
             await asyncio.wait({bringing_up})
             await self._stop(custody, server, publishing, told=told)
+
+    async def _until(self, stopping: asyncio.Task[bool], server: Server) -> None:
+        """Serve until told to stop. Raises HolderDied where the weights are a process's memory, and that ends before:
+        whoever starts us again gets them loaded anew.
+        """
+        generation = self._record.published.generation if self._record.published is not None else None
+        if generation is None or generation.holder is None:
+            await stopping
+            return
+        dying = asyncio.create_task(generation.holder.died(), name="holder's end")
+        await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            dying.cancel()
+            return
+        error = self._record.last_error = dying.result()
+        server.tell(Event(kind="failed", generation=generation.id, message=str(error)))
+        raise error
 
     # Stopping
 
@@ -143,6 +160,8 @@ class Keeper:
             await custody.empty()
             if generation is not None:
                 generation.memory.close()
+                if generation.holder is not None:
+                    await generation.holder.gone()
             self._claim.unlink()
         await server.close(refuse_backlog=not handing_on)
         if generation is not None:

@@ -40,9 +40,11 @@ class DeviceSegment:
     on_host = False
     lends = True
 
-    def __init__(self, context: Context, address: int, *, nbytes: int) -> None:
+    def __init__(self, context: Context, address: int, *, nbytes: int, memory: object = None) -> None:
+        """``memory`` is what has to live for as long as this is kept, also when all is filled."""
         self._context = context
         self._address = address
+        self._memory = memory
         self._nbytes = nbytes
         self._ports: list[_DevicePort] = []
         self._changed = threading.Condition()

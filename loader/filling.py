@@ -18,15 +18,26 @@ from weightcached.protocol.memory.kinds import MemoryKind
 def to_be_filled(segment: int, kind: MemoryKind, *, nbytes: int) -> Iterator[Target]:
     """What fills ``segment``, a descriptor of memory of ``kind`` that may still be written, takes for it.
 
-    It is not mapped afterwards. Raises TransferError, DeviceAbsent and DeviceFailed where a device cannot be used.
+    It is not mapped afterwards. But memory that dies with its holder is held by this process from then on, for as long
+    as it keeps what it was given here; no longer where the block fails. Raises TransferError, DeviceAbsent and
+    DeviceFailed where a device cannot be used, and InsufficientMemory.
     """
     if kind is host:
         yield segment
         return
     from weightcached.loader.device import DeviceSegment
     from weightcached.protocol.memory.cuda.context import Context
+    from weightcached.protocol.memory.cuda_ipc import CudaIpc
     from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
+    if isinstance(kind, CudaIpc):
+        held = kind.hold(segment, nbytes=nbytes)
+        try:
+            yield DeviceSegment(held.context, held.address, nbytes=held.resident_nbytes, memory=held)
+        except BaseException:
+            held.close()
+            raise
+        return
     if not isinstance(kind, CudaVmm):
         raise TypeError(f"nobody has said how to fill {kind}")
     with Context(kind.device) as context, closing(kind.map_shared(segment, nbytes=nbytes)) as mapping:

@@ -4,12 +4,16 @@ Speaks `worker_messages.py` over the connected socket it inherits as descriptor 
 ``Planned``, takes the segments, fills them, reports ``Done`` with a sealed manifest, and exits with 0. Anything that
 goes wrong is reported as ``Failed`` and exits with 1. It keeps nothing mapped or open that would hold back sealing, and
 it dies with its keeper: by the kernel's signal, and at the next word it says. Loads without transforms import no torch.
+
+Of memory that dies with its process it stays the *holder*: when it has reported it keeps that, the context and nothing
+else, until the keeper's end of the socket is closed.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import logging
 import os
 import signal
@@ -19,6 +23,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weightcached.loader.destination import Target
 from weightcached.loader.filling import to_be_filled
 from weightcached.loader.sources import source_of
 from weightcached.protocol.channel import Channel
@@ -72,7 +77,10 @@ def main() -> int:
     channel = Channel(connection, outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER)
     spare = bytearray(_LAST_WORDS_NBYTES)
     try:
-        _serve(channel)
+        memory = _serve(channel)
+        if memory is not None:
+            spare.clear()
+            _hold(channel)
     except PeerClosed:
         log.error("the keeper is gone")
         return 2
@@ -88,7 +96,8 @@ def main() -> int:
     return 0
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel) -> Target | None:
+    """Serve the job; what is to be held then, if there is anything."""
     job = _job(channel)
     die_with_parent(job.keeper_pid)
 
@@ -96,6 +105,7 @@ def _serve(channel: Channel) -> None:
         channel.send(Progress(stage=stage[:_STAGE_MAX_CHARACTERS], bytes_done=0, bytes_total=0))
 
     config = CacheConfig.model_validate(job.config)
+    kind = kind_of(config)
     with source_of(job, config, begins) as source:
         channel.send(source.planned())
         memory, segments = _memory(channel)
@@ -103,7 +113,7 @@ def _serve(channel: Channel) -> None:
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
-            with to_be_filled(segments[0], kind_of(config), nbytes=source.segment_nbytes) as target:
+            with to_be_filled(segments[0], kind, nbytes=source.segment_nbytes) as target:
                 filled = source.fill(
                     target,
                     lambda done, total: channel.send(
@@ -126,6 +136,21 @@ def _serve(channel: Channel) -> None:
             seconds=dict(filled.seconds),
         )
         channel.send(done, [fd])
+    return target if kind.dies_with_holder else None
+
+
+def _hold(channel: Channel) -> None:
+    """Stay until the keeper lets go. Nothing is given back then: the end of the process does that, and is what clients
+    of the memory are told by; so what is between the two is as short as can be.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as above: a service manager tells every process of the service
+    gc.collect()
+    log.info("all is filled: staying, as the holder of the memory")
+    try:
+        channel.receive()
+    except PeerClosed:
+        return
+    raise ProtocolError("the keeper spoke out of turn", expected="nothing more", found="a frame")
 
 
 def _job(channel: Channel) -> Job:

@@ -31,6 +31,9 @@ _PROT_NONE = 0
 _MADV_POPULATE_READ = 22
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
+dies_with_holder = False
+"""A descriptor alone keeps the memory."""
+
 LARGE_PAGE_NBYTES = 2 << 20
 """Mappings of at least this size begin at a multiple of it: large pages of the segment are then mapped as such."""
 
