@@ -7,9 +7,10 @@ worker calls it for memory that will be published, the disk fallback for memory 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 from weightcached.loader.destination import Target
+from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind
 
@@ -35,7 +36,8 @@ def to_be_filled(segment: int, kind: MemoryKind, *, nbytes: int) -> Iterator[Tar
         try:
             yield DeviceSegment(held.context, held.address, nbytes=held.resident_nbytes, memory=held)
         except BaseException:
-            held.close()
+            with suppress(WeightCacheError):  # of a device that failed, what else fails now is not what matters
+                held.close()
             raise
         return
     if not isinstance(kind, CudaVmm):

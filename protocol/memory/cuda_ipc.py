@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from contextlib import suppress
 
-from weightcached.protocol.errors import TransferError, UnsupportedModel
+from weightcached.protocol.errors import TransferError, UnsupportedModel, WeightCacheError
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.cuda import devices
 from weightcached.protocol.memory.cuda.context import Context
@@ -62,7 +63,8 @@ class CudaIpc(OnDevice):
                 handle = memory.export()
             os.pwrite(fd, handle, 0)
         except BaseException:
-            held.close()
+            with suppress(WeightCacheError):  # the first failure is what matters
+                held.close()
             raise
         self._held[handle] = held
         return held

@@ -1,0 +1,218 @@
+"""Watching the process whose memory an engine reads: who is ended, how fast, with what, and who is not.
+
+Holders and engines are processes; only what is watched (a process's end) matters here, no memory of any kind. Engines
+with memory are in tests/daemon/test_gpu_ipc.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked import in_child
+from weightcached.client import HOLDER_LOST_EXIT, holder
+from weightcached.client.holder import HolderWatch, checked_policy, require_alive, require_process
+from weightcached.protocol.errors import HolderDied, InvalidOption, TransferError
+
+WHERE = "/run/somewhere.sock"
+BOUND_S = 0.5
+"""What the docs say (protocol/memory/README.md)."""
+
+
+@contextmanager
+def held() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that waits for the end of its input, and a descriptor of it that the caller closes."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        try:
+            yield process, os.pidfd_open(process.pid)
+        finally:
+            process.kill()
+
+
+def ended(work: Callable[[], object], then: Callable[[], object]) -> tuple[int, str, float]:
+    """Fork, call ``work``, then wait to be ended; meanwhile call ``then`` here once ``work`` has returned. The child's
+    exit status, what it wrote to standard error, and the seconds from ``then`` to its end.
+    """
+    reading, writing = os.pipe()
+    ready, is_ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(writing, 2)
+            sys.stderr = sys.__stderr__
+            work()
+            os.write(is_ready, b"!")
+            select.select([], [], [], 60)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    os.close(is_ready)
+    os.read(ready, 1)  # or its end, where the child has ended by then
+    started_s = time.monotonic()
+    then()
+    _, status = os.waitpid(pid, 0)
+    seconds = time.monotonic() - started_s
+    os.close(ready)
+    with os.fdopen(reading, "rb") as pipe:
+        return os.waitstatus_to_exitcode(status), pipe.read().decode(), seconds
+
+
+def test_an_engine_ends_with_its_holder_with_a_status_of_its_own_and_a_message() -> None:
+    with held() as (process, fd):
+        watches = []
+        status, said, seconds = ended(
+            lambda: watches.append(HolderWatch(fd, where=WHERE)),
+            process.kill,
+        )
+        os.close(fd)
+    assert status == HOLDER_LOST_EXIT == 69
+    assert WHERE in said
+    assert "ends with status 69" in said
+    assert seconds < BOUND_S
+
+
+def test_a_holder_that_is_dead_already_is_found_at_once_also_when_nobody_has_reaped_it() -> None:
+    with held() as (process, fd):
+        require_alive(fd, where=WHERE)
+        process.kill()
+        os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(HolderDied, match=WHERE):
+            require_alive(fd, where=WHERE)
+        kept: list[HolderWatch] = []
+        status, _, _ = ended(lambda: kept.append(HolderWatch(fd, where=WHERE)), list)
+        os.close(fd)
+    assert status == HOLDER_LOST_EXIT
+
+
+def test_an_engine_that_computes_in_python_all_the_time_is_ended_within_the_bound() -> None:
+    """Its threads take turns at the interpreter's lock with the one that watches."""
+    kept = []
+
+    def busy() -> None:
+        while True:
+            sum(range(1000))
+
+    def work() -> None:
+        kept.append(HolderWatch(fd, where=WHERE))
+        for _ in range(4):
+            threading.Thread(target=busy, daemon=True).start()
+
+    with held() as (process, fd):
+        status, _, seconds = ended(work, process.kill)
+        os.close(fd)
+    assert status == HOLDER_LOST_EXIT
+    assert seconds < BOUND_S
+
+
+def test_a_standard_error_that_nobody_reads_holds_nothing_up() -> None:
+    kept = []
+    reading, writing = os.pipe()
+    capacity_bytes = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    assert os.write(writing, bytes(capacity_bytes)) == capacity_bytes
+
+    def work() -> None:
+        os.dup2(writing, 2)
+        kept.append(HolderWatch(fd, where=WHERE))
+
+    with held() as (process, fd):
+        status, _, seconds = ended(work, process.kill)
+        os.close(fd)
+    os.close(reading)
+    os.close(writing)
+    assert status == HOLDER_LOST_EXIT
+    assert seconds < BOUND_S
+
+
+@pytest.mark.parametrize("returns", [True, False, None])
+def test_a_function_has_the_last_word_and_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: Any) -> None:
+    """The process ends when it returns, when it does not within its time, and when it raises."""
+    monkeypatch.setattr(holder, "LAST_WORDS_S", 0.3)
+    kept = []
+
+    def stop(reason: str) -> None:
+        (tmp_path / "reason").write_text(reason)
+        if returns is None:
+            raise ValueError("not like this")
+        while not returns:
+            select.select([], [], [], 60)
+
+    with held() as (process, fd):
+        status, said, seconds = ended(lambda: kept.append(HolderWatch(fd, where=WHERE, on_lost=stop)), process.kill)
+        os.close(fd)
+    assert status == HOLDER_LOST_EXIT
+    assert WHERE in (tmp_path / "reason").read_text()
+    assert ("not like this" in said) == (returns is None)
+    assert seconds < 0.3 + BOUND_S
+
+
+def test_a_watch_nobody_refers_to_ends_and_gives_its_descriptor_back() -> None:
+    with held() as (process, fd):
+        watch = HolderWatch(fd, where=WHERE)
+        [thread] = [one for one in threading.enumerate() if one.name == "weightcached-holder"]
+        del watch
+        gc.collect()
+        thread.join(20)
+        assert not thread.is_alive()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        process.kill()
+        process.wait()  # and this process goes on
+
+
+def test_a_forked_child_is_not_ended_and_keeps_no_descriptor() -> None:
+    with held() as (process, fd):
+        watch = HolderWatch(fd, where=WHERE)
+
+        def work() -> None:
+            nonlocal watch
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+            assert threading.active_count() == 1
+            del watch
+
+        in_child(work)
+        require_alive(fd, where=WHERE)
+        del watch
+        process.kill()
+
+
+def test_what_is_no_process_is_refused() -> None:
+    reading, writing = os.pipe()
+    try:
+        for fd in (reading, writing):
+            with pytest.raises(TransferError, match=r"not a process.*pidfd.*pipe"):
+                require_process(fd, where=WHERE)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    fd = os.pidfd_open(os.getpid())
+    require_process(fd, where=WHERE)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("policy", ["keep", "", None, 69])
+def test_a_policy_that_is_none(policy: Any) -> None:
+    with pytest.raises(InvalidOption, match="on_holder_lost"):
+        checked_policy(policy)
+    assert checked_policy("exit") == "exit"
+    assert checked_policy(print) is print
+
+
+def test_a_stopped_holder_has_not_ended() -> None:
+    with held() as (process, fd):
+        process.send_signal(19)
+        os.waitpid(process.pid, os.WUNTRACED)
+        require_alive(fd, where=WHERE)
+        os.close(fd)
