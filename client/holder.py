@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -34,6 +35,7 @@ HOLDER_LOST_EXIT = 69
 LAST_WORDS_S = 1.0
 _WRITING_S = 0.25
 """For saying why on a standard error that nobody may read."""
+_HURRY_S = 1e-5
 _LOOKS_S = 3600.0
 """It waits for an event; this only has to be something that poll() takes."""
 
@@ -105,10 +107,11 @@ def _watch(wake: Wake, pidfd: int, where: str, on_lost: OnHolderLost) -> None:
         while not wake.wait(_LOOKS_S, on=pidfd):
             pass
     except Ended:
-        return
-    finally:
         wake.close()
         os.close(pidfd)
+        return
+    # From here on every step has to have the interpreter's lock again: threads that compute shall not keep it long.
+    sys.setswitchinterval(_HURRY_S)
     reason = f"the process that held the weights of {where} has ended, and they are gone"
     words = f"{reason}: this process ends with status {HOLDER_LOST_EXIT}, before it computes with what is there now"
     if callable(on_lost):

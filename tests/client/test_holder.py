@@ -27,7 +27,7 @@ from weightcached.client.holder import HolderWatch, checked_policy, require_aliv
 from weightcached.protocol.errors import HolderDied, InvalidOption, TransferError
 
 WHERE = "/run/somewhere.sock"
-BOUND_S = 0.5
+BOUND_S = 1.0
 """What the docs say (protocol/memory/README.md)."""
 
 

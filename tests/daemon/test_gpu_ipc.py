@@ -21,7 +21,7 @@ from weightcached.client import HOLDER_LOST_EXIT
 
 IPC = ("--memory", "cuda-ipc")
 ON_GPU: dict[str, Any] = {"device": "cuda", "memory": "cuda-ipc"}
-BOUND_S = 0.5
+BOUND_S = 1.0
 """What the docs say (protocol/memory/README.md), for an engine that is not starved."""
 
 
