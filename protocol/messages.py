@@ -124,8 +124,9 @@ class SegmentInfo(Message):
 
 
 class Grant(Message):
-    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order. As the answer
-    to :class:`Resume` it carries none: the client has them.
+    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order; and, where the
+    segments are a process's memory, that process. As the answer to :class:`Resume` it carries none: the client has
+    them.
 
     ``version`` is the best known; ``receipts_version`` is the one that stood in before the content digest was known, so
     that two ranks that attached on either side of that moment still have one thing to compare.

@@ -65,7 +65,9 @@ class Planned(Message):
 
 
 class Memory(Message):
-    """Carries one writable descriptor per segment. ``version`` and ``receipts_version`` go into the manifest."""
+    """Carries one writable descriptor per segment: its blank card, where the memory is the worker's to allocate.
+    ``version`` and ``receipts_version`` go into the manifest.
+    """
 
     version: ShortText
     receipts_version: ShortText
@@ -81,7 +83,10 @@ class Progress(Message):
 
 
 class Done(Message):
-    """Every segment is filled and unmapped; carries the sealed manifest's descriptor."""
+    """Every segment is filled, and unmapped where it was mapped; carries the sealed manifest's descriptor.
+
+    A worker whose own memory the segments are stays then, as their holder, until the keeper closes the connection.
+    """
 
     manifest_nbytes: Count
     resident_nbytes: Count

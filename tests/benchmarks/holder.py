@@ -16,7 +16,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.benchmarks.outcome import GIB, MIB, Outcome, Samples, Settings, Table, Target, milliseconds, size
+from tests.benchmarks.outcome import MIB, Outcome, Samples, Settings, Table, Target, milliseconds
 from tests.benchmarks.workspace import Workspace
 from tests.support.fakecuda import FakeCuda, FakeDevice, build, fake_cuda_in_memory
 from weightcached.client.holder import HOLDER_LOST_EXIT
@@ -25,21 +25,17 @@ from weightcached.protocol.memory.cuda_ipc import CudaIpc
 
 BOUND_S = 1.0
 THREADS = 4
+HELD_NBYTES = 256 * MIB
 WAYS = (("holder", 0), ("holder", THREADS), ("keeper", 0), ("keeper", THREADS))
 """Who is killed, and how many threads of the engine compute meanwhile."""
 
 
 def run(settings: Settings, workspace: Workspace) -> Outcome:
-    sizes = (64 * MIB,) if settings.quick else (64 * MIB, GIB)
     kills = 5 if settings.quick else 4 * settings.rounds
     folder = workspace.directory / "fakecuda"
     folder.mkdir()
     libraries = build(folder)
-    measured = {
-        (nbytes, *way): Samples(tuple(_kill(libraries, nbytes, *way) for _ in range(kills)))
-        for nbytes in sizes
-        for way in WAYS
-    }
+    measured = {way: Samples(tuple(_kill(libraries, *way) for _ in range(kills))) for way in WAYS}
     worst_s = max(samples.high for samples in measured.values())
     target = Target(
         f"an engine has ended {BOUND_S:g} s after its holder or keeper was killed (the longest of all)",
@@ -50,17 +46,17 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
     return Outcome("holder", [_table(measured, kills)], [target], figures)
 
 
-def _kill(libraries: Path, nbytes: int, victim: str, threads: int) -> float:
-    device = FakeDevice(nbytes=2 * nbytes)
+def _kill(libraries: Path, victim: str, threads: int) -> float:
+    device = FakeDevice(nbytes=2 * HELD_NBYTES)
     with fake_cuda_in_memory(libraries, [device]) as fake, OwnedFds() as fds, ExitStack() as held:
         kind = CudaIpc(device.uuid)
-        fds.append(kind.allocate(nbytes, name="benchmark"))
-        arguments = [device.uuid, str(nbytes), str(fds[0])]
+        fds.append(kind.allocate(HELD_NBYTES, name="benchmark"))
+        arguments = [device.uuid, str(HELD_NBYTES), str(fds[0])]
         keeper = held.enter_context(_process(fake, "keeper", arguments, [fds[0]]))
         fds.append(os.pidfd_open(int(_word(keeper))))
         kind.seal(fds[0])
         fds.append(kind.export(fds[0]))
-        arguments = [device.uuid, str(nbytes), str(fds[2]), str(fds[1]), str(threads)]
+        arguments = [device.uuid, str(HELD_NBYTES), str(fds[2]), str(fds[1]), str(threads)]
         engine = held.enter_context(_process(fake, "engine", arguments, [fds[1], fds[2]]))
         _word(engine)
         fds.append(os.pidfd_open(engine.pid))
@@ -88,19 +84,18 @@ def _word(process: subprocess.Popen[bytes]) -> bytes:
     return line
 
 
-def _table(measured: dict[tuple[int, str, int], Samples], kills: int) -> Table:
+def _table(measured: dict[tuple[str, int], Samples], kills: int) -> Table:
     rows = [
         (
             victim,
-            size(nbytes),
             f"{threads} threads of Python" if threads else "waits",
             *map(milliseconds, (samples.median, samples.low, samples.high)),
         )
-        for (nbytes, victim, threads), samples in measured.items()
+        for (victim, threads), samples in measured.items()
     ]
     return Table(
         f"kill -9 → the end of an engine that reads the memory ({kills} kills each)",
-        ("killed", "held", "the engine", "median ms", "lowest", "highest"),
+        ("killed", "the engine", "median ms", "lowest", "highest"),
         tuple(rows),
         ("the driver is not a real one: what a GPU's driver does at the end of a process comes on top",),
     )

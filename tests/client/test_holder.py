@@ -10,21 +10,31 @@ import fcntl
 import gc
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import tiny_llama
+from tests.support.fakecuda import CudaHere
 from tests.support.forked import in_child
+from tests.support.legacy_holder import legacy_holder
 from weightcached.client import HOLDER_LOST_EXIT, holder
 from weightcached.client.holder import HolderWatch, checked_policy, require_alive, require_process
+from weightcached.client.transfer import Mapped, import_grant
+from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.errors import HolderDied, InvalidOption, TransferError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.messages import SegmentInfo
+from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant, sealed_memory
 
 WHERE = "/run/somewhere.sock"
 BOUND_S = 1.0
@@ -212,7 +222,70 @@ def test_a_policy_that_is_none(policy: Any) -> None:
 
 def test_a_stopped_holder_has_not_ended() -> None:
     with held() as (process, fd):
-        process.send_signal(19)
+        process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         require_alive(fd, where=WHERE)
         os.close(fd)
+
+
+# Grants of held memory
+
+
+@contextmanager
+def held_grant(cuda_here: CudaHere, folder: Path) -> Iterator[tuple[CacheConfig, HonestGrant, list[int], int]]:
+    """The config, the grant's message, its descriptors (the manifest, the card, the holder), and the holder's pid."""
+    uuid = cuda_here.fake.devices[0].uuid
+    config = build_config(
+        tiny_llama(folder), layout="hf", tp_size=1, tp_rank=0, memory="cuda-ipc", device=f"gpu-{uuid}"
+    )
+    tensors = {"w": TensorBytes("uint8", (16,), bytes(16))}
+    with (
+        honest_grant(tensors, config=config, receipts="1" * 64) as grant,
+        legacy_holder(cuda_here.fake, 2 << 20, 5) as (process, handle),
+        OwnedFds([sealed_memory(handle), os.pidfd_open(process.pid)]) as fds,
+    ):
+        segments = (SegmentInfo(memory="cuda-ipc", nbytes=16),)
+        held = replace(grant, message=grant.message.model_copy(update={"segments": segments}))
+        yield config, held, [grant.fds[0], fds[0], fds[1]], process.pid
+
+
+def imported(config: CacheConfig, grant: HonestGrant, fds: list[int]) -> Mapped:
+    """What a client makes of it; ``fds`` stay the caller's."""
+    return import_grant(grant.message, OwnedFds([os.dup(fd) for fd in fds]), config=config, where=WHERE)
+
+
+def test_a_grant_of_held_memory_is_mapped_and_watched(cuda_here: CudaHere, tmp_path: Path) -> None:
+    with held_grant(cuda_here, tmp_path) as (config, grant, fds, _):
+        mapped = imported(config, grant, fds)
+        [segment] = mapped.segments
+        assert bytes(segment.view()[:16]) == b"\5" * 16
+        [watcher] = [one for one in threading.enumerate() if one.name == "weightcached-holder"]
+        mapped.close()
+        watcher.join(20)
+        assert not watcher.is_alive()
+    assert cuda_here.live() == ""
+
+
+def test_a_grant_of_held_memory_without_its_holder_or_with_something_else_is_refused(
+    cuda_here: CudaHere, tmp_path: Path
+) -> None:
+    with held_grant(cuda_here, tmp_path) as (config, grant, fds, _):
+        with pytest.raises(TransferError, match="1 segments and their holder"):
+            imported(config, grant, fds[:2])
+        with pytest.raises(TransferError, match="not a process"):
+            imported(config, grant, [*fds[:2], fds[0]])
+        with pytest.raises(TransferError, match="the card of segment 0 has another size"):
+            imported(config, grant, [fds[0], fds[0], fds[2]])
+        assert threading.active_count() == 1
+    assert cuda_here.live() == ""
+
+
+def test_a_holder_that_ends_before_its_memory_is_open_is_what_is_reported(cuda_here: CudaHere, tmp_path: Path) -> None:
+    """Not what the driver says to a handle that means nothing any more."""
+    with held_grant(cuda_here, tmp_path) as (config, grant, fds, pid):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, fds[2], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(HolderDied, match=WHERE):
+            imported(config, grant, fds)
+        assert threading.active_count() == 1
+    assert cuda_here.live() == ""

@@ -16,7 +16,7 @@ from tests.support.fakecuda import FakeDevice
 from weightcached.protocol.memory.cuda import devices, physical
 
 CHECK = Path(__file__).with_name("check.py")
-SLOW = {"kept", "attach", "tokens"}
+SLOW = {"kept", "attach", "holder", "tokens"}
 
 
 def checked(fake_cuda, *arguments, **variables):
@@ -33,6 +33,7 @@ def checked(fake_cuda, *arguments, **variables):
     return ended.returncode, verdicts, ended.stdout + ended.stderr
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", [pytest.param(row.name, marks=[pytest.mark.slow] * (row.name in SLOW)) for row in runner.ROWS]
 )
