@@ -2,7 +2,8 @@
 
     WeightCacheError
     ├── NotReadyError                 wait, or allow more time
-    │   └── DaemonNotReady
+    │   ├── DaemonNotReady
+    │   └── UpdateConflict
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
@@ -88,6 +89,12 @@ class DaemonNotReady(NotReadyError):
     """The daemon lives but had not published (or could not take the connection) before the deadline."""
 
     code = "daemon_not_ready"
+
+
+class UpdateConflict(NotReadyError):
+    """Another change of this group's weights is in the way, or was decided first. What is served has not changed."""
+
+    code = "update_conflict"
 
 
 class DeploymentError(WeightCacheError):

@@ -19,6 +19,8 @@ RUNTIME_DIR_VARIABLE = "WEIGHTCACHED_RUNTIME_DIR"
 DEFAULT_NAME = "default"
 SOCKET_SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
+CONTROL_SUFFIX = ".ctl"
+EVENTS_SUFFIX = ".evt"
 # sun_path holds 108 bytes with its terminating NUL. The daemon binds under a temporary name first (the final name and
 # this suffix), so the suffix has to fit too.
 SOCKET_PATH_MAX_BYTES = 107
@@ -96,6 +98,16 @@ class Place:
     @property
     def lock_path(self) -> Path:
         return self.directory / f"{self.device}{LOCK_SUFFIX}"
+
+    @property
+    def control_path(self) -> Path:
+        """Where the daemon takes commands (ZeroMQ, ROUTER). No longer than :attr:`binding_path`."""
+        return self.directory / f"{self.device}{CONTROL_SUFFIX}"
+
+    @property
+    def events_path(self) -> Path:
+        """Where the daemon tells events (ZeroMQ, XPUB)."""
+        return self.directory / f"{self.device}{EVENTS_SUFFIX}"
 
     @property
     def binding_path(self) -> Path:
