@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from weightcached.client.exchange import require_no_descriptors
+from weightcached.client.exchange import error_of, require_no_descriptors
 from weightcached.client.heartbeat import Heartbeat
 from weightcached.client.wake import Wake
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import ContractError, DaemonNotReady, DaemonUnreachable, ProtocolError
-from weightcached.protocol.framing import PeerClosed
-from weightcached.protocol.messages import Event, Message, Ping, Pong
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import Frame, PeerClosed
+from weightcached.protocol.messages import Event, Grant, Message, Ping, Pong, Refused, Switch
 
 _Answer = TypeVar("_Answer", bound=Message)
 
@@ -30,11 +31,13 @@ _UNANSWERED_MAX = 16
 class _Question:
     """A message to the daemon and, once it has come, the answer. Answers come in the order of the questions."""
 
-    def __init__(self, message: Message, answer_kind: type[Message]) -> None:
+    def __init__(self, message: Message, *answer_kinds: type[Message], wanted: bool = True) -> None:
         self.message = message
-        self.answer_kind = answer_kind
+        self.answer_kinds = answer_kinds
         self.sent = False
-        self.answer: Message | None = None
+        self.answer: Frame | None = None
+        self.wanted = wanted
+        """Whether anybody waits for the answer: else its descriptors are closed when it comes."""
 
 
 class Conversation:
@@ -63,18 +66,41 @@ class Conversation:
         """Blocks for the answer. Raises DaemonNotReady at the timeout, DaemonUnreachable when the conversation is
         over.
         """
-        question = _Question(message, kind)
+        return cast(_Answer, self._ask(_Question(message, kind), timeout_s).message)
+
+    def switch(self, message: Switch, *, timeout_s: float) -> tuple[Grant, OwnedFds]:
+        """Blocks for the grant of another generation; the caller owns its descriptors. Raises as :meth:`ask` does, and
+        what the daemon refuses with.
+        """
+        frame = self._ask(_Question(message, Grant, Refused), timeout_s)
+        if isinstance(frame.message, Refused):
+            raise error_of(frame.message, self._where)
+        return cast(Grant, frame.message), frame.fds
+
+    def switch_back(self, message: Switch) -> None:
+        """Say it and wait for nothing: the generation is mapped here already. No effect on a conversation that is over,
+        or with somebody who answers nothing.
+        """
+        with self._changed:
+            if self._over is None and len(self._questions) < _UNANSWERED_MAX:
+                self._questions.append(_Question(message, Grant, Refused, wanted=False))
+                self._wake.nudge()
+
+    def _ask(self, question: _Question, timeout_s: float) -> Frame:
         with self._changed:
             self._require_going_on()
             if len(self._questions) >= _UNANSWERED_MAX:
                 raise self._no_answer(f"{len(self._questions)} earlier questions are not answered either")
             self._questions.append(question)
             self._wake.nudge()
-            self._changed.wait_for(lambda: question.answer is not None or self._over is not None, timeout_s)
+            try:
+                self._changed.wait_for(lambda: question.answer is not None or self._over is not None, timeout_s)
+            finally:
+                question.wanted = question.answer is not None
             if question.answer is None:
                 self._require_going_on()
                 raise self._no_answer(f"nothing within {timeout_s:g} s")
-        return cast(_Answer, question.answer)
+        return question.answer
 
     def follow(self) -> str:
         """Send what is asked, take what is answered, ask by itself when all is quiet. Blocks until the connection is
@@ -129,31 +155,41 @@ class Conversation:
             frame = self._channel.receive(deadline=Deadline.after(0))
         except TimeoutError:
             return  # part of a frame: what is there is kept, the rest will wake us again
-        require_no_descriptors(frame, self._where)
+        if not isinstance(frame.message, Grant):
+            require_no_descriptors(frame, self._where)
         self._heartbeat.heard(time.monotonic())
         if isinstance(frame.message, Event):
             if frame.message.kind != "published":
                 self._farewell = f", and had said: {frame.message.kind}, {frame.message.message}"
             self._on_event(frame.message)
-        else:
-            self._answered(frame.message)
+            return
+        taken = False
+        try:
+            taken = self._answered(frame)
+        finally:
+            if not taken:
+                frame.fds.close()
 
-    def _answered(self, message: Message) -> None:
+    def _answered(self, frame: Frame) -> bool:
+        """Whether somebody has the answer now. Raises ProtocolError where it is none."""
+        message = frame.message
         with self._changed:
             question = self._questions[0] if self._questions else None
-            kind = None if question is None else question.answer_kind
-            if question is None or type(message) is not kind:
+            kinds = () if question is None else question.answer_kinds
+            if question is None or type(message) not in kinds:
                 raise ProtocolError(
                     "the daemon said something that was not asked",
-                    expected="nothing" if kind is None else kind.__name__,
+                    expected=" or ".join(kind.__name__ for kind in kinds) or "nothing",
                     found=type(message).__name__,
                     where=self._where,
                 )
             if isinstance(message, Pong) and isinstance(question.message, Ping):
                 _require_same(question.message, message, self._where)
-            question.answer = message
             self._questions.popleft()
-            self._changed.notify_all()
+            if question.wanted:
+                question.answer = frame
+                self._changed.notify_all()
+            return question.wanted
 
     def _require_going_on(self) -> None:
         if self._over is not None:

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from weightcached.client import forks
@@ -32,7 +33,8 @@ from weightcached.protocol.errors import (
     NotReadyError,
     WeightCacheError,
 )
-from weightcached.protocol.messages import Event, Grant, Report, Status
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.messages import Event, Grant, Report, Status, Switch
 
 logger = logging.getLogger("weightcached.client")
 
@@ -68,6 +70,7 @@ class Lease:
         self.resumes = 0
         """How often a daemon was found again that serves the same generation."""
         self._rejoin = rejoin
+        self._losses_before_switch = 0
         self._heartbeat_s = heartbeat_s
         self._policy = on_stale
         self._changed = threading.Condition()
@@ -159,6 +162,40 @@ class Lease:
         """What the daemon says about itself. Raises as :meth:`ping` does."""
         return self._connected().ask(Status(), Report, timeout_s=timeout_s)
 
+    def switch(
+        self, *, generation: str | None = None, version: str | None = None, timeout_s: float = 60.0
+    ) -> tuple[Grant, OwnedFds]:
+        """Ask for another generation, by id or version, or the one that is granted now. The caller owns the descriptors
+        and says then what became of it: :meth:`using` or :meth:`keep_using`.
+
+        Raises as :meth:`ping` does, and what the daemon refuses with (GenerationGone).
+        """
+        self._losses_before_switch = self.losses
+        conversation = self._connected()
+        try:
+            return conversation.switch(Switch(generation=generation, version=version), timeout_s=timeout_s)
+        except BaseException as error:
+            if not isinstance(error, GenerationGone):  # it may still be granted, to nobody
+                self.keep_using()
+            raise
+
+    def using(self, grant: Grant) -> None:
+        """From now on the generation of ``grant``, which the last :meth:`switch` gave, is in use here: it is what the
+        lease is of, and resumed for.
+        """
+        with self._changed:
+            self.generation = grant.generation
+            self._rejoin = replace(self._rejoin, generation=grant.generation, manifest_sha256=grant.manifest_sha256)
+            told = self.losses == self._losses_before_switch
+        if not told:  # the lease that was asked on is gone, and another was had for the generation before
+            self.keep_using()
+
+    def keep_using(self) -> None:
+        """Have the daemon know which generation is in use here, whatever was asked for by :meth:`switch`. Waits for
+        nothing; a lease that is resumed later says it by itself.
+        """
+        self._conversation.switch_back(Switch(generation=self.generation))
+
     def close(self) -> None:
         """Give the lease back and end the watcher, also in the middle of an attempt to resume. Blocks for a moment, or
         until a callback that is running returns. Safe to call twice, and from a callback.
@@ -224,11 +261,13 @@ class Lease:
         backoff = Backoff()
         while True:
             self._wake.wait(backoff.next_s())
+            rejoin = self._rejoin
             try:
-                self._channel, grant = self._rejoin.attempt(self._wake, silence_s=2 * self._heartbeat_s)
+                self._channel, grant = rejoin.attempt(self._wake, silence_s=2 * self._heartbeat_s)
                 return grant
             except GenerationGone:
-                raise
+                if rejoin is self._rejoin:  # else another one came into use meanwhile: that may be served
+                    raise
             except (WeightCacheError, OSError) as error:
                 if type(error) is not type(self._obstacle):
                     level = logging.INFO if isinstance(error, _PASSING) else logging.WARNING
@@ -240,6 +279,8 @@ class Lease:
         self.nonce = grant.nonce
         self._obstacle = None
         self._conversation = self._new_conversation()
+        if grant.generation != self.generation:  # it came into use while this was being resumed
+            self.keep_using()
         told = self._move("connected", None, self._on_resumed)
         if told is not None:
             logger.info("resumed the lease at %s after %.3f s", self.where, detached_s)

@@ -42,11 +42,18 @@ def checked_policy(on_stale: OnStale) -> OnStale:
 
 
 def exit_process(where: str, reason: str) -> NoReturn:
+    """What policy ``exit`` does."""
+    end_stale(
+        f"{where} serves other weights now; as on_stale='exit' asks, this process ends with status "
+        f"{STALE_EXIT}: {reason}"
+    )
+
+
+def end_stale(words: str) -> NoReturn:
     """End this process with :data:`STALE_EXIT`, from whatever thread (``ending.py``); within five seconds, even where
-    what it wrote cannot be flushed.
+    what it wrote cannot be flushed. ``words`` say why.
     """
-    words = f"{where} serves other weights now; as on_stale='exit' asks, this process ends with status {STALE_EXIT}"
-    end_process(STALE_EXIT, f"{words}: {reason}", within_s=_FLUSH_TIMEOUT_S, first=_flush)
+    end_process(STALE_EXIT, words, within_s=_FLUSH_TIMEOUT_S, first=_flush)
 
 
 def _flush() -> None:

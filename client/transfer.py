@@ -1,7 +1,7 @@
 """From the descriptors of a grant to mapped memory, every claim about them checked first.
 
 Owns the checks (count, seals, exact sizes, the manifest's digest, and that grant and manifest say the same) and
-mapping. Called by ``attach.py``. Does not talk to the daemon.
+mapping. Called by ``attach.py`` and ``swap.py``. Does not talk to the daemon.
 """
 
 from __future__ import annotations
@@ -48,24 +48,44 @@ def import_grant(
     Raises TransferError for anything that is not exactly as announced, and HolderDied; then nothing is left mapped.
     """
     with fds:
-        kind = kind_of(config)
-        expected = 1 + len(grant.segments) + kind.dies_with_holder
-        if len(fds) != expected:
-            holder = " and their holder" if kind.dies_with_holder else ""
-            raise TransferError(
-                "another number of descriptors than the grant needs",
-                expected=f"{expected}: the manifest, {len(grant.segments)} segments{holder}",
-                found=len(fds),
-                where=where,
-            )
-        manifest = Manifest.decode(_manifest_bytes(grant, fds[0], where))
-        _require_same_generation(manifest, grant, config, where)
-        sizes = [segment.nbytes for segment in grant.segments]
-        for number, nbytes in enumerate(sizes):
-            kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
-        if not kind.dies_with_holder:
-            return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
-        return Mapped(manifest, _held_segments(fds, sizes, kind, where, on_holder_lost))
+        manifest = granted_manifest(grant, fds, config=config, where=where)
+        return map_granted(manifest, grant, fds, config=config, where=where, on_holder_lost=on_holder_lost)
+
+
+def granted_manifest(grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Manifest:
+    """The manifest that ``grant`` announces. ``fds`` stay the caller's. Raises TransferError."""
+    held = kind_of(config).dies_with_holder
+    expected = 1 + len(grant.segments) + held
+    if len(fds) != expected:
+        raise TransferError(
+            "another number of descriptors than the grant needs",
+            expected=f"{expected}: the manifest, {len(grant.segments)} segments{' and their holder' if held else ''}",
+            found=len(fds),
+            where=where,
+        )
+    return Manifest.decode(_manifest_bytes(grant, fds[0], where))
+
+
+def map_granted(
+    manifest: Manifest,
+    grant: Grant,
+    fds: OwnedFds,
+    *,
+    config: CacheConfig,
+    where: str,
+    on_holder_lost: OnHolderLost = "exit",
+) -> Mapped:
+    """Map the segments that go with ``manifest``. ``fds`` stay the caller's, but for a holder's, which is taken. Raises
+    TransferError, and HolderDied.
+    """
+    _require_same_generation(manifest, grant, config, where)
+    kind = kind_of(config)
+    sizes = [segment.nbytes for segment in grant.segments]
+    for number, nbytes in enumerate(sizes):
+        kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
+    if not kind.dies_with_holder:
+        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
+    return Mapped(manifest, _held_segments(fds, sizes, kind, where, on_holder_lost))
 
 
 def _held_segments(

@@ -15,13 +15,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightcached.client.arrays import array_of
+from weightcached.client.barrier import Barrier
 from weightcached.client.copies import copies
+from weightcached.client.following import Follower
 from weightcached.client.lease import Lease
 from weightcached.client.segments import on_device, on_host, tensor_of
+from weightcached.client.swap import Staged, stage
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
 from weightcached.protocol.memory.kinds import SegmentMapping
+from weightcached.protocol.messages import Grant
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +67,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """The lease at the daemon; None for weights from disk."""
         self._segments: tuple[SegmentMapping, ...] | None = segments
         self._resident_nbytes = sum(segment.resident_nbytes for segment in segments)
+        self.barrier = Barrier()
+        """Who computes with the weights does it in a block of ``barrier.reading()``, if they are ever to be swapped. An
+        engine with several weight sets gives all of them one barrier."""
         self._views: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -198,6 +205,25 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         for segment in map(on_device, self._open()):
             segment.remap()
 
+    def stage(self, *, generation: str | None = None, version: str | None = None, timeout_s: float = 60.0) -> Staged:
+        """Prepare another generation of the same layout aside, by its id or version, or the one that is granted now.
+
+        Blocks for as long as entering its pages takes, about 0.1 s for a GiB; whoever computes goes on. It is moved in
+        by :meth:`Staged.swap`, within :attr:`barrier`; then tensors, views, arrays and addresses show it, and
+        ``version``, ``generation``, ``manifest`` and the lease are its own. Both are mapped until then.
+
+        Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
+        DaemonUnreachable, DaemonNotReady, TransferError; InvalidOption for weights from disk; ValueError after
+        :meth:`close`.
+        """
+        return stage(self, generation=generation, version=version, timeout_s=timeout_s)
+
+    def follow(self) -> Follower:
+        """Who says, between an engine's steps, whether another generation is granted now. InvalidOption for weights
+        from disk.
+        """
+        return Follower(self)
+
     def close(self) -> None:
         """Give the lease back and forget the tensors made so far. Those handed out stay valid. Safe to call twice."""
         if self.lease is not None:
@@ -213,6 +239,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _now(self, manifest: Manifest, grant: Grant) -> None:
+        """The segments show another generation: for ``swap.py``."""
+        self.manifest = manifest
+        self.version, self.receipts_version = grant.version, grant.receipts_version
+        if self.lease is not None:
+            self.lease.using(grant)
 
     def _open(self) -> tuple[SegmentMapping, ...]:
         segments = self._segments

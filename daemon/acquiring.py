@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.daemon.adoption import Whole, examine, require_same_config, with_options
-from weightcached.daemon.children import Child, parent_arguments
 from weightcached.daemon.custody import Custody
-from weightcached.daemon.digesting import compute, remembered
-from weightcached.daemon.engine_keys import ask_for_key, inputs_of
+from weightcached.daemon.digesting import compute
+from weightcached.daemon.finding import CONFIG_TIMEOUT_S, Finding
 from weightcached.daemon.generation import Generation, Origin
 from weightcached.daemon.loading import LoadRequest, TransientFailure, load
 from weightcached.daemon.patience import in_thread
@@ -27,8 +26,8 @@ from weightcached.daemon.record import Record
 from weightcached.daemon.reproving import Contradicted, Proven, compare
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size
-from weightcached.protocol.config import CacheConfig, Provenance, build_config, provenance_of
-from weightcached.protocol.engine_key import EngineKey
+from weightcached.daemon.verifying import verify
+from weightcached.protocol.config import CacheConfig, Provenance, provenance_of
 from weightcached.protocol.errors import (
     CheckpointUnproven,
     ContractError,
@@ -39,16 +38,10 @@ from weightcached.protocol.errors import (
     TransferError,
     WeightCacheError,
 )
-from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import kind_of
 
-HUB_MODULE = "weightcached.protocol.hub"
-VERIFY_MODULE = "weightcached.loader.verify"
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 """Pauses before loading again after a transient failure; then the failure stands."""
-CONFIG_TIMEOUT_S = 1.0
-"""For reading ``config.json`` of weights that are here already: longer than that, and it counts as unreadable."""
 ENGINE_KEY_TIMEOUT_S = 120.0
 """For the key of the engine whose layout is here already: it has to be imported, which takes its time."""
 
@@ -62,6 +55,8 @@ class Adopted:
     generation: Generation
     proven: ProvenReceipts
     unproven: str | None
+    staged: bool = False
+    """It was never served: a change has prepared it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +90,28 @@ class Acquiring:
         self._record = record
         self._custody = custody
         self._options = record.options
+        self._finding = Finding(record.options, record.progress)
 
     # Adopting
 
-    async def adopt(self) -> Adopted | None:
-        """Take over the first generation from the vault that is whole and what was asked for; ``None`` if none is.
+    async def adopt(self) -> list[Adopted]:
+        """Take over the first generation from the vault that is whole and what was asked for, and with it all others
+        that are recorded, whole, and of the same configuration, in the order in which they were served. Nothing if none
+        is what was asked for.
 
         Each that is not is logged with its reason, which also becomes the record's last error. One that is not whole is
         removed from the vault; one that is something else stays there until it is replaced.
         """
+        await self._forget_unfinished()
         if not self._custody.candidates:
-            return None
+            return []
         self._record.machine.move(State.ADOPTING)
         self._record.progress.update("adopt")
-        adopted = None
+        adopted: list[Adopted] = []
         try:
             for generation_id in self._in_order():
-                if (adopted := await self._try(generation_id)) is not None:
+                if (current := await self._try(generation_id)) is not None:
+                    adopted = [current, *await self._others(current.generation.config)]
                     break
         except asyncio.CancelledError:
             self._custody.attempt_ended()  # we are told to stop, which says nothing about the weights
@@ -120,31 +120,80 @@ class Acquiring:
         self._custody.attempt_ended()
         return adopted
 
+    async def _forget_unfinished(self) -> None:
+        """What a change had begun to store, and what of one that was prepared has not come back whole: neither can ever
+        be decided upon."""
+        record, candidates = self._custody.record, self._custody.candidates
+        prepared = record.prepared.generation if record.prepared is not None else None
+        for one in record.generations:
+            if one.staged and one.id != prepared and one.id in candidates:
+                log.warning("what a change had not finished is removed", extra={"generation": one.id})
+                await self._custody.refuse(one.id)
+        if prepared is not None and prepared not in candidates:
+            self._refused(prepared, TransferError("what a change had prepared has not come back", expected=prepared))
+            await self._custody.refuse(prepared)
+
     def _in_order(self) -> list[str]:
-        """The one that was served first, then those that are recorded, the newest first, then the others."""
+        """The one that was served first, then those that are recorded, the newest first, then the others; without what
+        was never served."""
         recorded = [one.id for one in self._custody.record.generations]
         current = self._custody.record.current
+        staged = {one.id for one in self._custody.record.generations if one.staged}
         return sorted(
-            self._custody.candidates,
+            (id_ for id_ in self._custody.candidates if id_ not in staged),
             key=lambda id_: (id_ != current, -recorded.index(id_) if id_ in recorded else len(recorded)),
         )
 
     async def _try(self, generation_id: str) -> Adopted | None:
-        custody = self._custody
         try:
-            recorded = custody.record.generation(generation_id)
-            whole = await examine(generation_id, custody.candidates[generation_id], recorded)
+            whole = await self._examine(generation_id)
             standing = await self._require_wanted(whole)
-            if self._options.verify_on_adopt:
-                await _verify(whole)
+            await self._verify_if_told(whole)
         except WeightCacheError as error:
-            log.error("not adopted", extra={"generation": generation_id, "code": error.code, "reason": str(error)})
-            self._record.last_error = error
-            self._record.adoption_refusals[error.code] += 1
-            if isinstance(error, TransferError):
-                await custody.refuse(generation_id)
+            await self._refuse(generation_id, error)
             return None
         return self._take(whole, standing)
+
+    async def _others(self, config: CacheConfig) -> list[Adopted]:
+        """What is held beside the one that is served: earlier ones, and what a change has prepared."""
+        adopted = []
+        for known in self._custody.record.generations:
+            if known.id not in self._custody.candidates:
+                continue
+            try:
+                whole = await self._examine(known.id)
+                require_same_config(whole.config, config)
+                await self._verify_if_told(whole)
+            except WeightCacheError as error:
+                await self._refuse(known.id, error)
+                continue
+            generation = whole.generation(
+                self._custody.holdings.take, provenance=known.provenance, origin=Origin(known.model_dir, known.hub_id)
+            )
+            self._custody.adopted(generation, current=False)
+            proven = ProvenReceipts(known.proven_receipts)
+            adopted.append(Adopted(generation, proven, "the files were not looked at yet", known.staged))
+        return adopted
+
+    async def _examine(self, generation_id: str) -> Whole:
+        recorded = self._custody.record.generation(generation_id)
+        return await examine(generation_id, self._custody.candidates[generation_id], recorded)
+
+    async def _verify_if_told(self, whole: Whole) -> None:
+        parts = whole.parts
+        if self._options.verify_on_adopt and parts.manifest is not None:
+            segments = [parts.segments[number] for number in sorted(parts.segments)]
+            await verify(kind_of(whole.config), parts.manifest, segments)
+
+    async def _refuse(self, generation_id: str, error: WeightCacheError) -> None:
+        self._refused(generation_id, error)
+        if isinstance(error, TransferError):
+            await self._custody.refuse(generation_id)
+
+    def _refused(self, generation_id: str, error: WeightCacheError) -> None:
+        log.error("not adopted", extra={"generation": generation_id, "code": error.code, "reason": str(error)})
+        self._record.last_error = error
+        self._record.adoption_refusals[error.code] += 1
 
     def _take(self, whole: Whole, standing: _Standing) -> Adopted:
         origin = Origin.of(self._options.model)
@@ -153,7 +202,9 @@ class Acquiring:
         proven = ProvenReceipts(whole.record.proven_receipts if whole.record is not None else ())
         if standing.elsewhere is not None:
             generation = standing.elsewhere.applied(generation)
-        self._custody.adopted(generation)
+        if generation.under_model is not None and generation.origin.is_what(self._options.model):
+            generation = dataclasses.replace(generation, under_model=None)  # it is what the option says by now
+        self._custody.adopted(generation, current=True)
         self._record.config = whole.config
         self._record.model_path = generation.origin.model_dir
         return Adopted(generation, proven, standing.unproven)
@@ -161,14 +212,15 @@ class Acquiring:
     async def _require_wanted(self, whole: Whole) -> _Standing:
         """Raises the reason why it is not what the options ask for."""
         origin = _origin_of(whole)
-        if origin is not None and not origin.is_what(self._options.model):
+        by_change = whole.record is not None and whole.record.under_model == self._options.model
+        if origin is not None and not by_change and not origin.is_what(self._options.model):
             return _Standing(None, await self._require_same_content(whole, origin))
         model_dir = Path(origin.model_dir if origin is not None else self._options.model)
         try:
             async with asyncio.timeout(ENGINE_KEY_TIMEOUT_S):
-                engine = await self._engine_key(model_dir, whole)
+                engine = await self._finding.engine_key(model_dir, whole)
             async with asyncio.timeout(CONFIG_TIMEOUT_S):
-                asked = await self._read_config(model_dir, engine)
+                asked = await self._finding.config(model_dir, engine)
         except TimeoutError:
             reason = f"config.json was not read within {CONFIG_TIMEOUT_S:g} s, or the engine's key not computed in time"
         except (ModelConfigError, EngineFailed, InvalidOption, ContractError) as error:  # of the key's process, too
@@ -183,9 +235,11 @@ class Acquiring:
     async def _require_same_content(self, whole: Whole, origin: Origin) -> _Elsewhere:
         """Another checkpoint was asked for than the one that is here: only its content can say that it is the same."""
         self._record.progress.update("prove")
-        asked = await self._origin()
+        asked = await self._finding.origin()
         model_dir = Path(asked.model_dir)
-        require_same_config(whole.config, await self._read_config(model_dir, await self._engine_key(model_dir)))
+        require_same_config(
+            whole.config, await self._finding.config(model_dir, await self._finding.engine_key(model_dir))
+        )
         provenance = await in_thread(lambda: provenance_of(model_dir))
         answer = await compute(
             asked.model_dir,
@@ -250,99 +304,14 @@ class Acquiring:
         """Which directory, which config. Reads no weight."""
         record, options = self._record, self._options
         record.progress.update("resolve")
-        origin = await self._origin()
+        origin = await self._finding.origin()
         record.model_path = origin.model_dir
-        model_dir = Path(origin.model_dir)
-        inputs = None if options.engine is None else await in_thread(lambda: inputs_of(options, model_dir))
-        engine = await self._engine_key(model_dir)
-        config = await self._read_config(model_dir, engine)
-        provenance = await in_thread(lambda: provenance_of(model_dir))
-        record.config = config
+        request = await self._finding.request(origin, snapshot=options.snapshot)
+        record.config = request.config
         record.changes.announce()  # clients of another config need not wait for the load
-        log.info("config", extra={"model": origin.model_dir, "fingerprint": config.fingerprint})
-        return LoadRequest(
-            origin=origin,
-            config=config,
-            provenance=provenance,
-            trusted_filesystems=options.trusted_filesystems,
-            known_digest=lambda receipts: remembered(receipts, options.cache_dir),
-            snapshot=options.snapshot,
-            strategy=options.load_strategy,
-            engine_arguments=options.engine_arguments,
-            engine_inputs=inputs,
-        )
-
-    async def _origin(self) -> Origin:
-        """The checkpoint's directory. A hub id is resolved in a process of its own, so that its libraries stay out of
-        here.
-        """
-        model = self._options.model
-        if await in_thread(Path(model).is_dir):
-            return Origin.of(model)
-        child = await Child.start("hub", HUB_MODULE, [*parent_arguments(), "--", model], answers=True)
-        try:
-            answer = await child.answer()
-        finally:
-            await child.end()
-        if not isinstance(answer.get("path"), str):
-            raise ContractError("the hub process answered without a path", found=sorted(answer))
-        return Origin.of(answer["path"], hub_id=model)
-
-    async def _engine_key(self, model_dir: Path, kept: Whole | None = None) -> EngineKey | None:
-        """Of the engine whose layout is asked for; the one of what is ``kept``, where nothing has changed since that
-        could change it.
-        """
-        options = self._options
-        if options.engine is None:
-            return None
-        if kept is not None and kept.record is not None and kept.record.engine_inputs is not None:
-            async with asyncio.timeout(CONFIG_TIMEOUT_S):
-                inputs = await in_thread(lambda: inputs_of(options, model_dir))
-            if inputs == kept.record.engine_inputs and kept.config.layout == options.engine:
-                return EngineKey.of(options.engine, kept.config.layout_revision, kept.config.engine or {})
-        self._record.progress.update(f"ask engine {options.engine} for its key"[:200])
-        return await ask_for_key(options.engine, options, model_dir)
-
-    async def _read_config(self, model_dir: Path, engine: EngineKey | None) -> CacheConfig:
-        options = self._options
-        return await in_thread(
-            lambda: build_config(
-                model_dir,
-                layout=options.layout,
-                dtype=options.dtype,
-                quantization=options.quantization,
-                engine=engine,
-                memory=options.memory,
-                device=options.device,
-                **options.parallel.model_dump(),
-            )
-        )
+        log.info("config", extra={"model": origin.model_dir, "fingerprint": request.config.fingerprint})
+        return request
 
 
 def _origin_of(whole: Whole) -> Origin | None:
     return None if whole.record is None else Origin(whole.record.model_dir, whole.record.hub_id)
-
-
-async def _verify(whole: Whole) -> None:
-    """Have every resident byte hashed by another process. Raises TransferError when one is not what was published."""
-    parts = whole.parts
-    if parts.manifest is None:
-        raise ValueError("a generation without a manifest is not whole")
-    with OwnedFds() as fds:
-        fds.append(host.export(parts.manifest))
-        for number in sorted(parts.segments):
-            fds.append(kind_of(whole.config).export(parts.segments[number]))
-        passed = [fds[position] for position in range(len(fds))]
-        arguments = ["--manifest", str(passed[0]), *(f"--segment={fd}" for fd in passed[1:]), *parent_arguments()]
-        child = await Child.start("verify", VERIFY_MODULE, arguments, pass_fds=passed, answers=True)
-        try:
-            answer = await child.answer()
-        finally:
-            await child.end()
-    if answer.get("differing_count") != 0:
-        raise TransferError(
-            "resident bytes are not those that were published",
-            expected=f"{answer.get('rows')} parameters as the manifest describes them",
-            found=f"{answer.get('differing_count')} that differ: {', '.join(map(str, answer.get('differing') or ()))}",
-        )
-    log.info("verified", extra={key: answer.get(key) for key in ("rows", "nbytes", "seconds")})

@@ -91,6 +91,8 @@ class Whole:
             origin=Origin(record.model_dir, record.hub_id) if record is not None else origin,
             seconds=meta.seconds,
             engine_inputs=record.engine_inputs if record is not None else None,
+            under_model=record.under_model if record is not None else None,
+            pushed_by=record.pushed_by if record is not None else None,
         )
 
 
@@ -160,7 +162,13 @@ def _config(meta: ManifestMeta) -> CacheConfig:
     return config
 
 
-def require_same_config(kept: CacheConfig, asked: CacheConfig) -> None:
+def require_same_config(
+    kept: CacheConfig,
+    asked: CacheConfig,
+    *,
+    message: str = "the kept weights are of another configuration, so they are loaded anew",
+    next_step: str = "restart the daemon with the earlier options if the kept weights are what is wanted",
+) -> None:
     """Raises ConfigurationError naming the fields in which the kept weights are not what was asked for."""
     if kept.fingerprint == asked.fingerprint:
         return
@@ -168,11 +176,7 @@ def require_same_config(kept: CacheConfig, asked: CacheConfig) -> None:
     shown = [f"{one.field}: kept {one.daemon!r}, asked for {one.client!r}" for one in differences[:_FIELDS_SHOWN]]
     if more := len(differences) - len(shown):
         shown.append(f"and {more} more")
-    raise ConfigurationError(
-        "the kept weights are of another configuration, so they are loaded anew",
-        found="; ".join(shown),
-        next_step="restart the daemon with the earlier options if the kept weights are what is wanted",
-    )
+    raise ConfigurationError(message, found="; ".join(shown), next_step=next_step)
 
 
 def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:

@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from typing import TypeVar
 
-from weightcached.daemon.refusals import error_from
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
@@ -23,6 +22,7 @@ from weightcached.protocol.errors import (
     DaemonUnreachable,
     InvalidPlace,
     ProtocolError,
+    error_from,
 )
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Message, Refused, Report, Status

@@ -1,6 +1,7 @@
 """A client asks for weights: what it is told, frame by frame, until it is granted, refused, or has to prove itself.
 
-Owns the answer to one ``Hello`` (config first, then the daemon's state, then content) and to one ``Resume``. Waiting
+Owns the answer to one ``Hello`` (config first, then the daemon's state, then content), to one ``Resume`` and to one
+``Switch``. Any generation that is held and was served may be granted; what a change has prepared is not. Waiting
 clients get ``Loading`` at once and then every second. Knows nothing of sockets; ``connection.py`` sends what is said
 here.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from weightcached.daemon.generation import Generation
-from weightcached.daemon.proof import Denied, Granted, NotProven, prove
-from weightcached.daemon.record import Published, Record
+from weightcached.daemon.generations import Published, is_version
+from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, Verdict, prove
+from weightcached.daemon.record import Record
 from weightcached.daemon.refusals import mismatch, refusal
 from weightcached.daemon.states import State
 from weightcached.protocol.deadline import Deadline
@@ -23,7 +25,7 @@ from weightcached.protocol.errors import (
     GenerationGone,
     WeightCacheError,
 )
-from weightcached.protocol.messages import WAIT_MAX_S, Hello, Loading, Refused, Resume, Unproven
+from weightcached.protocol.messages import WAIT_MAX_S, Hello, Loading, Refused, Resume, Switch, Unproven
 
 LOADING_INTERVAL_S = 1.0
 
@@ -70,13 +72,13 @@ def resume_now(resume: Resume, record: Record) -> Answer:
         return refusal(_draining())
     if record.state is State.FAILED:
         return refusal(_failed(record.last_error))
-    generation = record.published.generation if record.published is not None else None
-    if generation is not None and generation.id == resume.generation:
-        if generation.manifest_sha256 == resume.manifest_sha256:
-            return generation
-        found = f"its manifest is {generation.manifest_sha256}"
+    held = record.generations.served(resume.generation)
+    if held is not None:
+        if held.generation.manifest_sha256 == resume.manifest_sha256:
+            return held.generation
+        found = f"its manifest is {held.generation.manifest_sha256}"
     else:
-        found = f"generation {generation.id}" if generation is not None else "weights that are being loaded anew"
+        found = _what_is_held(record)
     return refusal(
         GenerationGone(
             "the daemon does not serve this generation any more; the weights in use stay valid",
@@ -85,6 +87,35 @@ def resume_now(resume: Resume, record: Record) -> Answer:
             next_step="restart the engine to change over to what is served now",
         )
     )
+
+
+def switch_now(switch: Switch, record: Record) -> Generation | Refused:
+    """The answer to an engine that has a lease and asks for another generation, at this moment."""
+    if record.state in (State.DRAINING, State.STOPPED):
+        return refusal(_draining())
+    if switch.generation is not None:
+        held = record.generations.served(switch.generation)
+    elif switch.version is not None:
+        held = record.generations.of_version(switch.version)
+    else:
+        held = record.published
+    wrong_version = switch.version is not None and held is not None and not is_version(held.generation, switch.version)
+    if held is not None and not wrong_version:
+        return held.generation
+    asked = (f"generation {switch.generation}" if switch.generation else "", f"version {switch.version or ''}")
+    return refusal(
+        GenerationGone(
+            "the daemon does not serve the generation that is asked for; the lease stays what it was",
+            expected=", ".join(filter(None, asked)),
+            found=_what_is_held(record),
+            next_step="go on with the weights in use, or ask for what is served now",
+        )
+    )
+
+
+def _what_is_held(record: Record) -> str:
+    held = ", ".join(f"generation {one.generation.id}" for one in record.generations.granted)
+    return held or "weights that are being loaded anew"
 
 
 def answer_now(hello: Hello, record: Record, *, uid: int) -> Answer:
@@ -97,12 +128,25 @@ def answer_now(hello: Hello, record: Record, *, uid: int) -> Answer:
         return refusal(_failed(record.last_error))
     if record.published is None:
         return record.progress.current
-    return _content(hello, record.published, uid)
+    if record.generations.of_version(hello.want) is None and record.awaits_decision(hello.want):
+        return Loading(stage="change", bytes_done=0, bytes_total=0, bytes_per_s=0.0)
+    return _content(hello, *_best(hello, record.generations.granted, uid))
 
 
-def _content(hello: Hello, published: Published, uid: int) -> Answer:
+def _best(hello: Hello, granted: list[Published], uid: int) -> tuple[Published, Verdict]:
+    """The generation that is what the client wants, the current one first; else the one that may still be shown to be;
+    else the current one, with why it is not.
+    """
+    verdicts = [(one, prove(hello, one.generation, one.proven, uid=uid)) for one in granted]
+    for kinds in (Granted, NeedsOurDigest | NotProven):
+        for published, verdict in verdicts:
+            if isinstance(verdict, kinds):
+                return published, verdict
+    return verdicts[0]
+
+
+def _content(hello: Hello, published: Published, verdict: Verdict) -> Answer:
     generation, digesting = published.generation, published.digesting
-    verdict = prove(hello, generation, published.proven, uid=uid)
     if isinstance(verdict, Granted):
         return generation
     if isinstance(verdict, Denied):

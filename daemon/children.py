@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from weightcached.daemon.refusals import error_from
-from weightcached.protocol.errors import ContractError, WeightCacheError
+from weightcached.protocol.errors import ContractError, WeightCacheError, error_from
 from weightcached.protocol.processes import python_command
 
 TAIL_LINES = 20

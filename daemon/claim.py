@@ -19,7 +19,7 @@ from pathlib import Path
 
 from weightcached.protocol.errors import InvalidPlace, PlaceTaken, UntrustedDaemon, WeightCacheError
 from weightcached.protocol.peers import AllowList, check_directory, check_way, peer_of
-from weightcached.protocol.places import Place
+from weightcached.protocol.places import BINDING_SUFFIX, Place
 
 BACKLOG = 1024
 _DIRECTORY_MODE = 0o755
@@ -37,6 +37,7 @@ class Claim:
         self.place = place
         self._lock_fd = lock_fd
         self._bound: os.stat_result | None = None
+        self._beside: dict[Path, os.stat_result] = {}
 
     def listen(self, *, mode: int) -> socket.socket:
         """Bind, listen, then rename over the place's socket path: the path is never absent and never not listening.
@@ -44,24 +45,33 @@ class Claim:
         The caller owns the socket. Raises PlaceTaken when a process without our lock listens at the path (somebody
         removed the lock file under it), InvalidPlace when something else than a socket is there.
         """
-        place = self.place
+        listener, self._bound = self._listen(self.place.socket_path, self.place.binding_path, mode)
+        return listener
+
+    def listen_beside(self, path: Path, *, mode: int) -> socket.socket:
+        """As :meth:`listen`, at another path of this place's. Its file says nothing about weights: it is removed when
+        the claim ends, whatever becomes of the socket file.
+        """
+        listener, self._beside[path] = self._listen(path, path.with_name(path.name + BINDING_SUFFIX), mode)
+        return listener
+
+    def _listen(self, path: Path, binding_path: Path, mode: int) -> tuple[socket.socket, os.stat_result]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            self._require_replaceable(place.socket_path)
-            _remove_socket(place.binding_path)  # left by a daemon that was killed between bind and rename
-            listener.bind(str(place.binding_path))
-            os.chmod(place.binding_path, mode)
+            self._require_replaceable(path)
+            _remove_socket(binding_path)  # left by a daemon that was killed between bind and rename
+            listener.bind(str(binding_path))
+            os.chmod(binding_path, mode)
             listener.listen(BACKLOG)
-            bound = os.lstat(place.binding_path)
-            os.rename(place.binding_path, place.socket_path)
+            bound = os.lstat(binding_path)
+            os.rename(binding_path, path)
         except WeightCacheError:
             listener.close()
             raise
         except OSError as error:
             listener.close()
-            raise InvalidPlace("cannot put a socket there", found=error.strerror, where=place.socket_path) from error
-        self._bound = bound
-        return listener
+            raise InvalidPlace("cannot put a socket there", found=error.strerror, where=path) from error
+        return listener, bound
 
     def adopt(self, listener: socket.socket, *, device: int, inode: int, mode: int) -> bool:
         """Go on with a listening socket that another run of this daemon bound, if it is the one behind the place's
@@ -94,9 +104,12 @@ class Claim:
         """Remove the place's socket file that nobody listens behind; whether there was one. Raises what
         :meth:`listen` raises about who is there.
         """
-        self._require_replaceable(self.place.socket_path)
+        place = self.place
+        self._require_replaceable(place.socket_path)
+        for beside in (place.control_path, place.events_path):
+            _remove_socket(beside)
         try:
-            os.unlink(self.place.socket_path)
+            os.unlink(place.socket_path)
         except FileNotFoundError:
             return False
         return True
@@ -134,21 +147,18 @@ class Claim:
     def unlink(self) -> bool:
         """Remove the socket file if it is the one bound here; whether it was. A successor's file is left alone."""
         bound, self._bound = self._bound, None
-        if bound is None:
-            return False
-        try:
-            found = os.lstat(self.place.socket_path)
-        except FileNotFoundError:
-            return False
-        if not os.path.samestat(found, bound):
-            return False
-        os.unlink(self.place.socket_path)
-        return True
+        return bound is not None and _unlink_same(self.place.socket_path, bound)
+
+    def unlink_beside(self) -> None:
+        """Remove the files that :meth:`listen_beside` made, as far as they are still ours. Safe to call twice."""
+        while self._beside:
+            _unlink_same(*self._beside.popitem())
 
     def release(self) -> None:
         """Give the lock back; its file stays. Safe to call twice."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
+            self.unlink_beside()
             os.ftruncate(fd, 0)  # or whoever loses the next race might read our name for the winner's
             os.close(fd)
 
@@ -253,6 +263,17 @@ def _write_holder(fd: int, place: Place) -> None:
 def _read_holder(fd: int) -> str:
     text = os.pread(fd, _HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip()
     return ascii(text)[1:-1] if text else "a daemon that has only just taken it"
+
+
+def _unlink_same(path: Path, bound: os.stat_result) -> bool:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if not os.path.samestat(found, bound):
+        return False
+    os.unlink(path)
+    return True
 
 
 def _remove_socket(path: Path) -> None:

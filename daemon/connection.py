@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from weightcached.daemon.attaching import attend, attend_resume
+from weightcached.daemon.attaching import attend, attend_resume, switch_now
 from weightcached.daemon.generation import Generation
+from weightcached.daemon.in_flight import InFlight, NoRoom
 from weightcached.daemon.leases import Lease
 from weightcached.daemon.record import Record
 from weightcached.daemon.refusals import refusal
@@ -46,15 +47,15 @@ from weightcached.protocol.messages import (
     Refused,
     Release,
     Resume,
+    Stage,
     Status,
+    Switch,
     Unproven,
 )
 from weightcached.protocol.peers import peer_of
 
 IDLE_TIMEOUT_S = 60.0
 """How long a connection without a lease may stay silent between two requests."""
-
-_SMALL_NBYTES = 4096
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Connection:
         self._timeout_s = record.options.exchange_timeout_s
         self.peer = peer_of(accepted)
         self._channel = AsyncChannel(
-            accepted, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON, budget=_InFlight(record, self.peer.uid)
+            accepted, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON, budget=InFlight(record, self.peer.uid)
         )
         self._held = ExitStack()
         self._lease: Lease | None = None
@@ -96,7 +97,7 @@ class Connection:
             except _TooSlow:
                 self._record.protocol_errors["slow_reader"] += 1
                 log.warning("dropped a client that did not read its answer", extra={"peer": str(self.peer)})
-            except _NoRoom as error:
+            except NoRoom as error:
                 self._record.protocol_errors["too_much_in_flight"] += 1
                 log.warning("dropped", extra={"peer": str(self.peer), "reason": str(error)})
                 if not self._sending:
@@ -168,22 +169,41 @@ class Connection:
             await self._send(Pong(token=message.token))
         elif isinstance(message, Release):
             await self._release(message)
+        elif isinstance(message, Switch):
+            await self._switch(message)
+        elif isinstance(message, Stage):
+            await self._stage(message)
         elif isinstance(message, Hello | Resume):
             if self._lease is not None:
                 found = type(message).__name__
-                raise ProtocolError("this connection is a lease already", expected="Status or Ping", found=found)
+                raise ProtocolError(
+                    "this connection is a lease already", expected="Status, Ping or Switch", found=found
+                )
             self._record.fallbacks.hear(self.peer, message.name, message.disk_fallbacks)
             return await (self._hello(message) if isinstance(message, Hello) else self._resume(message))
         return None if self._lease is not None else IDLE_TIMEOUT_S
 
     async def _release(self, message: Release) -> None:
+        self._require_owner("give up the daemon's weights")
+        await self._send(await self._record.release(message))
+
+    def _require_owner(self, what: str) -> None:
         if self.peer.uid not in (0, os.geteuid()):
             raise UntrustedClient(
-                "this user may not give up the daemon's weights",
-                expected="root, or the daemon's own user",
-                found=str(self.peer),
+                f"this user may not {what}", expected="root, or the daemon's own user", found=str(self.peer)
             )
-        await self._send(await self._record.release(message))
+
+    async def _stage(self, stage: Stage) -> None:
+        """A trainer pushes, for as long as it takes: a daemon that stops does not wait for it."""
+        self._require_owner("push weights")
+        if self._lease is not None:
+            raise ProtocolError("this connection is a lease already", expected="one of its own", found="Stage")
+        staging = self._record.staging
+        if staging is None:
+            raise DaemonNotReady("the daemon has not published its weights yet", found=f"state {self._record.state}")
+        self.busy = False
+        await staging.attend(stage, self._channel, self._send)
+        raise _Over
 
     async def _resume(self, resume: Resume) -> None:
         answer = await attend_resume(resume, self._record, self._send)
@@ -194,6 +214,27 @@ class Connection:
         log.info("not resumed", extra=_fields(self, resume) | _outcome(answer))
         await self._send(answer)
         raise _Over
+
+    async def _switch(self, switch: Switch) -> None:
+        """Grant another generation on this lease, which is of that one from then on."""
+        if self._lease is None:
+            raise ProtocolError("this connection is no lease", expected="Hello or Resume first", found="Switch")
+        answer = switch_now(switch, self._record)
+        fields = {"peer": str(self.peer), "client": self._lease.name, "generation": self._lease.generation}
+        if isinstance(answer, Refused):
+            self._record.attaches[answer.code] += 1
+            log.info("not switched", extra=fields | _outcome(answer))
+            await self._send(answer)
+            return
+        # The one it had stays leased until the new one is out: what is half sent must not cost the engine both.
+        with self._record.leases.held(
+            peer=self.peer, claimed_pid=self._lease.claimed_pid, name=self._lease.name, generation=answer.id
+        ):
+            with answer.export() as fds:
+                await self._send(answer.grant(nonce=self._record.nonce), [fds[n] for n in range(len(fds))])
+            self._record.leases.move(self._lease, answer.id)
+        self._record.attaches["switched"] += 1
+        log.info("switched", extra=fields | {"to": answer.id, "version": answer.version})
 
     async def _hello(self, hello: Hello) -> float | None:
         asked_s = time.monotonic()
@@ -223,6 +264,8 @@ class Connection:
             self._record.leases.held(peer=self.peer, claimed_pid=asked.pid, name=asked.name, generation=generation.id)
         )
         self._lease = lease  # from here on events are not missed
+        self._record.events.lease("lease_opened", lease)
+        self._held.callback(self._record.events.lease, "lease_closed", lease)
         grant = generation.grant(nonce=self._record.nonce)
         with generation.export() if isinstance(asked, Hello) else OwnedFds() as fds:
             await self._send(grant, [fds[position] for position in range(len(fds))])
@@ -274,32 +317,6 @@ def say_at_once(connection: socket.socket, message: Refused | Event) -> bool:
     except OSError as error:
         log.debug("something said at once did not arrive", extra={"reason": repr(error)})
         return False
-
-
-class _InFlight:
-    """Room for one connection's frames that are half through; a ``Budget`` of its channel. Small ones are not counted:
-    a user who has no room left can still ask, and be told.
-    """
-
-    def __init__(self, record: Record, uid: int) -> None:
-        self._quota = record.limits.in_flight
-        self._uid = uid
-
-    def take(self, nbytes: int) -> None:
-        if nbytes > _SMALL_NBYTES and not self._quota.take(self._uid, nbytes):
-            raise _NoRoom(
-                "too many frames are half received or half sent",
-                expected=f"at most {self._quota.each} bytes for one user, {self._quota.in_all} for all",
-                next_step="send whole frames, and read what is answered",
-            )
-
-    def give(self, nbytes: int) -> None:
-        if nbytes > _SMALL_NBYTES:
-            self._quota.give(self._uid, nbytes)
-
-
-class _NoRoom(DaemonNotReady):
-    """A user has too much under way. While sending, part of a frame is out, and the stream is of no more use."""
 
 
 def _internal(error: Exception) -> WeightCacheError:

@@ -3,13 +3,15 @@
 Owns changing the two together, in an order that leaves something usable whenever the keeper is killed: a generation is
 recorded before it is stored, becomes current after all of it is kept, and loses its record after it was removed.
 Adoption attempts are counted here, before anything that could fail is done with what came back. What is adopted,
-published or dropped is decided elsewhere; called by the keeper and its helpers only, on the event loop.
+published or dropped is decided elsewhere; called by the keeper and its helpers only, on the event loop. What a change
+writes is ``change_custody.py``'s.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from weightcached.daemon.state_record import (
     StateRecord,
 )
 from weightcached.daemon.vault import Keeping, Vault
-from weightcached.protocol.errors import TransferError
+from weightcached.protocol.errors import InternalError, TransferError
 
 ATTEMPTS_MAX = 3
 """Adoptions that may fail in a row (the keeper was killed, or crashed); then what came back is quarantined."""
@@ -55,8 +57,7 @@ class Custody:
         self.candidates: dict[str, Parts] = {}
         """Generations that came back and may be adopted."""
         self.quarantined: dict[str, Quarantined] = {}
-        self.keeping = Keeping("none", "nothing is in the vault yet")
-        """How the current generation is kept."""
+        self._keeping: dict[str, Keeping] = {}
 
     @classmethod
     async def open(cls, vault: Vault, handed: HandedOver) -> Custody:
@@ -73,9 +74,22 @@ class Custody:
         return self._state.record
 
     @property
+    def vault_id(self) -> str:
+        """Of the state record."""
+        if self.record.vault_id is None:
+            raise InternalError("the state record was used before it was taken over")
+        return self.record.vault_id
+
+    def keeping(self, generation_id: str | None) -> Keeping:
+        """How that generation is kept."""
+        nothing = Keeping("none", "nothing is in the vault yet")
+        return nothing if generation_id is None else self._keeping.get(generation_id, nothing)
+
+    @property
     def outlives_stop(self) -> bool:
         """Whether weights are (or may be) still kept when this process has stopped cleanly."""
-        weights = self.keeping.state in ("kept", "unproven") or bool(self.candidates or self.quarantined)
+        kept = any(one.state in ("kept", "unproven") for one in self._keeping.values())
+        weights = kept or bool(self.candidates or self.quarantined)
         return self._vault.outlives_stop and weights
 
     def _count_start(self) -> None:
@@ -92,7 +106,8 @@ class Custody:
             quarantined, fresh, attempts = [*quarantined, *fresh], [], 0
         elif fresh:
             attempts += 1
-        self._change(
+        self.change(
+            vault_id=record.vault_id or secrets.token_hex(16),
             starts=record.starts + 1,
             adoption_attempts=attempts,
             quarantined=tuple(quarantined),
@@ -136,7 +151,7 @@ class Custody:
         await self.give_up_listener()
         listener = claim.listen(mode=mode)
         device, inode = claim.bound
-        self._change(bound=BoundSocket(device=device, inode=inode))
+        self.change(bound=BoundSocket(device=device, inode=inode))
         self._listener_names = {LISTENER_NAME}
         await self._vault.store([(LISTENER_NAME, listener.fileno())])
         return listener
@@ -150,73 +165,92 @@ class Custody:
     # Generations
 
     async def entrust(self, generation: Generation) -> None:
-        """Put a generation into the vault, whole or not at all, and make it current. Sets :attr:`keeping`. Memory that
-        dies with its holder is no vault's to keep.
+        """Put a generation into the vault, whole or not at all, and make it current."""
+        keeping = await self.store(generation)
+        if keeping.state == "dropped" and self.candidates:
+            await self.retire()  # there may be room for one only, and this one replaces the others
+            keeping = await self.store(generation)
+        if keeping.state not in ("dropped", "none"):
+            self.change(current=generation.id)
+
+    async def store(self, generation: Generation, *, staged: bool = False) -> Keeping:
+        """Record a generation and put it into the vault, whole or not at all; says how it is kept.
+
+        Memory that dies with its holder is no vault's to keep.
         """
         if generation.kind.dies_with_holder:
-            self.keeping = Keeping("none", f"memory of kind {generation.config.memory} dies with the daemon")
-            return
+            keeping = self._keeping[generation.id] = Keeping(
+                "none", f"memory of kind {generation.config.memory} dies with the daemon"
+            )
+            return keeping
         names = stored_names(generation.id, segments=len(generation.segments_nbytes))
         fds = [generation.memory[position] for position in (*range(1, 1 + len(generation.segments_nbytes)), 0)]
-        self._change(generations=(*self.record.generations, record_of(generation)))
+        recorded = record_of(generation).model_copy(update={"staged": staged})
+        self.change(generations=(*self.record.generations, recorded))
         self._names[generation.id] = set(names)
-        items = list(zip(names, fds, strict=True))
-        self.keeping = await self._vault.keep(items)
-        if self.keeping.state == "dropped" and self.candidates:
-            await self._vault.forget(names)  # there may be room for one only, and this one replaces the others
-            await self.retire()
-            self.keeping = await self._vault.keep(items)
-        if self.keeping.state in ("dropped", "none"):
-            await self._forget([generation.id])
-        else:
-            self._change(current=generation.id)
-        log.info("entrusted", extra={"generation": generation.id, "vault": self.keeping.state})
+        try:
+            keeping = await self._vault.keep(list(zip(names, fds, strict=True)))
+        except BaseException:
+            await self.forget([generation.id])
+            raise
+        if keeping.state in ("dropped", "none"):
+            await self.forget([generation.id])
+        self._keeping[generation.id] = keeping
+        log.info("entrusted", extra={"generation": generation.id, "vault": keeping.state})
+        return keeping
 
-    def adopted(self, generation: Generation) -> None:
-        """It is served: the attempt has succeeded. It stays where it is kept."""
+    def adopted(self, generation: Generation, *, current: bool) -> None:
+        """It is held again: the attempt has succeeded. It stays where it is kept."""
         record = self.record
-        others = tuple(one for one in record.generations if one.id != generation.id)
         del self.candidates[generation.id]
-        self.keeping = Keeping("kept")
-        self._change(
-            generations=(*others, record_of(generation, record.generation(generation.id))),
-            current=generation.id,
-            adoptions=record.adoptions + 1,
-        )
+        self._keeping[generation.id] = Keeping("kept")
+        known = record.generation(generation.id)
+        recorded = record_of(generation, known)
+        others = tuple(recorded if one.id == generation.id else one for one in record.generations)
+        generations = others if known is not None else (*others, recorded)
+        if current:
+            self.change(generations=generations, current=generation.id, adoptions=record.adoptions + 1)
+        else:
+            self.change(generations=generations)
 
     def attempt_ended(self) -> None:
         """Adopted, refused for a reason, or told to stop: it was no failure of the kind that is counted."""
-        self._change(adoption_attempts=0)
+        self.change(adoption_attempts=0)
 
     async def refuse(self, generation_id: str) -> None:
         """Remove what came back and can never be adopted."""
-        await self._forget([generation_id])
+        await self.forget([generation_id])
 
     async def retire(self) -> None:
-        """Remove every candidate: something else is current now."""
-        await self._forget(list(self.candidates))
+        """Remove every candidate: something else is held now."""
+        await self.forget(list(self.candidates))
 
     async def release_quarantined(self) -> int:
         """Remove what is quarantined; how many generations that were."""
         ids = list(self.quarantined)
-        await self._forget(ids)
+        await self.forget(ids)
         return len(ids)
 
-    async def _forget(self, ids: Iterable[str]) -> None:
+    async def forget(self, ids: Iterable[str]) -> None:
+        """Remove generations from the vault, and then from the record. Descriptors that are ours stay ours."""
         ids = list(ids)
-        names = set[str]().union(*(self._names.pop(id_, set()) for id_ in ids))
+        names = set[str]().union(*(self._names.get(id_, set()) for id_ in ids))
         if names:
             await self._vault.forget(sorted(names))
         for id_ in ids:
+            self._names.pop(id_, None)
             self.quarantined.pop(id_, None)
+            self._keeping.pop(id_, None)
             if (parts := self.candidates.pop(id_, None)) is not None:
                 for fd in parts.fds:
                     os.close(self.holdings.take(fd))
         record = self.record
-        self._change(
+        self.change(
             generations=tuple(one for one in record.generations if one.id not in ids),
             quarantined=tuple(id_ for id_ in record.quarantined if id_ not in ids),
+            pins=tuple(id_ for id_ in record.pins if id_ not in ids),
             current=None if record.current in ids else record.current,
+            prepared=None if record.prepared is not None and record.prepared.generation in ids else record.prepared,
         )
 
     def learned(self, generation: Generation, proven_receipts: Iterable[str]) -> None:
@@ -226,7 +260,7 @@ class Custody:
             return
         newest = tuple(proven_receipts)[-PROVEN_MAX:]
         updated = record_of(generation, known).model_copy(update={"proven_receipts": newest})
-        self._change(generations=tuple(updated if one.id == generation.id else one for one in self.record.generations))
+        self.change(generations=tuple(updated if one.id == generation.id else one for one in self.record.generations))
 
     async def empty(self) -> None:
         """Give up everything that is kept: generations, listener, state."""
@@ -235,7 +269,7 @@ class Custody:
         self._listener_names.clear()
         self.candidates.clear()
         self.quarantined.clear()
-        self.keeping = Keeping("none", "it was emptied")
+        self._keeping.clear()
         self.holdings.close()
 
     def close(self) -> None:
@@ -243,7 +277,8 @@ class Custody:
         self.holdings.close()
         self._state.close()
 
-    def _change(self, **changes: object) -> None:
+    def change(self, **changes: object) -> None:
+        """Write the record anew with these fields: one write, which is there whole or not at all. For custody's own."""
         record = self.record.model_copy(update=changes)
         try:
             self._state.write(record)
@@ -297,4 +332,7 @@ def record_of(generation: Generation, known: GenerationRecord | None = None) -> 
         hub_id=generation.origin.hub_id,
         engine_inputs=generation.engine_inputs,
         proven_receipts=known.proven_receipts if known is not None else (),
+        under_model=generation.under_model,
+        pushed_by=generation.pushed_by,
+        staged=known.staged if known is not None else False,
     )

@@ -41,7 +41,7 @@ class Endpoint:
             self._task = asyncio.create_task(self._run(self._address), name="metrics")
 
     async def _run(self, address: Address) -> None:
-        await self._let_adoption_go_first()
+        await let_adoption_go_first(self._record)
         try:
             server = await in_thread(self._make)
             try:
@@ -51,12 +51,6 @@ class Endpoint:
                 await server.close()
         except Exception:
             log.exception("metrics met an error of ours: weights are served without them")
-
-    async def _let_adoption_go_first(self) -> None:
-        """Engines that wait for weights which are here already must not wait for imports."""
-        deadline = Deadline.after(_ADOPTION_FIRST_S)
-        while self._record.state in (State.STARTING, State.ADOPTING) and not deadline.passed:
-            await self._record.changes.wait(deadline.remaining_s())
 
     def _make(self) -> HttpServer:
         """Imports what is not needed before the keeper has bound its socket, in a thread so that no client waits."""
@@ -89,3 +83,10 @@ class Endpoint:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+
+
+async def let_adoption_go_first(record: Record) -> None:
+    """Engines that wait for weights which are here already must not wait for imports."""
+    deadline = Deadline.after(_ADOPTION_FIRST_S)
+    while record.state in (State.STARTING, State.ADOPTING) and not deadline.passed:
+        await record.changes.wait(deadline.remaining_s())

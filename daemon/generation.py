@@ -22,6 +22,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.messages import AccountingCounts, Grant, SegmentInfo
+from weightcached.protocol.transaction import Versions
 
 _HASH_PIECE_BYTES = 256 * 1024
 _UNKNOWN = "0" * 64
@@ -109,6 +110,11 @@ class Generation:
     seconds: dict[str, float]
     engine_inputs: str | None = None
     """What the key of the engine that made the layout was computed from, as one hash."""
+    under_model: str | None = None
+    """What ``--model`` said when they came by a change; ``None`` where they came because of ``--model``."""
+    pushed_by: str | None = None
+    """Who pushed them, a trainer's word for itself; ``None`` for weights out of a checkpoint, whose files can be looked
+    at. Of weights that were pushed ``receipts_version`` is the version that they were given."""
     holder: Holder | None = None
     """The process whose memory it is, where it dies with one. Closing ``memory`` lets it go."""
 
@@ -123,6 +129,11 @@ class Generation:
         if self.digest is None:
             return self.receipts_version
         return version_of(self.config.rankless_fingerprint, digest=self.digest, receipts=None)
+
+    @property
+    def versions(self) -> Versions:
+        """What ranks compare."""
+        return Versions(self.version, self.receipts_version)
 
     @property
     def evidence(self) -> Evidence:

@@ -13,8 +13,10 @@ import stat
 
 from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
+from weightcached.daemon.control.plane import ControlPlane
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.endpoint import Endpoint
+from weightcached.daemon.generations import Generations
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
@@ -26,6 +28,7 @@ from weightcached.daemon.server import Server
 from weightcached.daemon.signs import Signs
 from weightcached.daemon.states import IllegalTransition, State, StateMachine
 from weightcached.daemon.stopping import STOP_SIGNALS, stop_signals
+from weightcached.daemon.updates import Updates
 from weightcached.daemon.vault import NotifyVault, NoVault, Vault
 from weightcached.protocol.errors import InternalError, WeightCacheError
 from weightcached.protocol.messages import Event, Release, Released
@@ -49,6 +52,7 @@ class Keeper:
         def changed(state: State) -> None:
             log.info("state", extra={"state": state.value})
             changes.announce()
+            self._record.events.say("state")
 
         self._claim = claim
         self._handed = handed
@@ -61,8 +65,10 @@ class Keeper:
             machine=StateMachine(changed),
             changes=changes,
             limits=Limits.of(options),
+            generations=Generations(keep=options.keep_generations, grace_s=options.adoption_grace_s),
             release=self._release,
         )
+        self._record.progress.on_update = self._record.events.progress
         self._signs = Signs(notifier, self._record)
         self._stop_asked = asyncio.Semaphore(0)
         """Released once for each SIGTERM or SIGINT, and when a client has said that the place is to be given up."""
@@ -107,7 +113,11 @@ class Keeper:
 
     async def _serve(self, custody: Custody, server: Server) -> None:
         publishing = Publishing(self._record, custody, server.tell)
-        bringing_up = asyncio.create_task(self._bring_up(custody, publishing), name="bring up")
+        updates = Updates(self._record, custody, publishing)
+        self._record.events.describe = updates.commands.describe
+        plane = ControlPlane(self._record, self._claim, updates.commands.handle)
+        plane.start()
+        bringing_up = asyncio.create_task(self._bring_up(custody, publishing, updates), name="bring up")
         stopping = asyncio.create_task(self._stop_asked.acquire(), name="told to stop")
         told = False
         try:
@@ -121,7 +131,11 @@ class Keeper:
             await self._signs.stopping()
             bringing_up.cancel()
             await asyncio.wait({bringing_up})
-            await self._stop(custody, server, publishing, told=told)
+            try:
+                await updates.stop()
+                await self._stop(custody, server, publishing, told=told)
+            finally:
+                await plane.close()
 
     async def _until(self, stopping: asyncio.Task[bool], server: Server) -> None:
         """Serve until told to stop. Raises HolderDied where the weights are a process's memory, and that ends before:
@@ -148,6 +162,7 @@ class Keeper:
         generation = record.published.generation if record.published is not None else None
         served = generation.id if generation is not None else None
         server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
+        record.events.say("draining", "the daemon is stopping")
         await self._drain(server)
         handing_on = self._vault.keeps and not told  # a bug ends us: all that is kept is the next keeper's
         if handing_on:
@@ -158,14 +173,12 @@ class Keeper:
         else:
             # The weights go before the path does: an absent path says that no weights are cached here.
             await custody.empty()
-            if generation is not None:
-                generation.memory.close()
-                if generation.holder is not None:
-                    await generation.holder.gone()
+            record.generations.close()
+            if generation is not None and generation.holder is not None:
+                await generation.holder.gone()
             self._claim.unlink()
         await server.close(refuse_backlog=not handing_on)
-        if generation is not None:
-            generation.memory.close()
+        record.generations.close()
         record.machine.move(State.STOPPED)
 
     async def _drain(self, server: Server) -> None:
@@ -179,7 +192,7 @@ class Keeper:
 
     async def _release(self, message: Release) -> Released:
         """What a client that may has said; the answer tells it what is given up."""
-        custody, published = self._record.custody, self._record.published
+        custody = self._record.custody
         if custody is None:
             raise InternalError("a client was served before the keeper knew what it holds")
         nbytes = sum(one.nbytes for one in custody.quarantined.values())
@@ -193,25 +206,31 @@ class Keeper:
         self._stop_asked.release()
         nbytes += sum(parts.nbytes for parts in custody.candidates.values())
         count += len(custody.candidates)
-        if published is not None:
-            nbytes += published.generation.resident_nbytes
-            count += 1
+        held = self._record.generations.all
+        nbytes += sum(one.generation.resident_nbytes for one in held)
+        count += len(held)
         return Released(generations=count, resident_nbytes=nbytes)
 
     # Coming up
 
-    async def _bring_up(self, custody: Custody, publishing: Publishing) -> None:
+    async def _bring_up(self, custody: Custody, publishing: Publishing, updates: Updates) -> None:
         """From what there is to ``ready``, or to ``failed`` with the reason in the record. Raises for bugs in the
         states, and for errors of ours while adopting: those are counted by whoever starts us again.
         """
         record = self._record
         acquiring = Acquiring(record, custody)
-        if (adopted := await acquiring.adopt()) is not None:
+        if adopted := await acquiring.adopt():
             record.adoption_seconds = age_s()
-            publishing.publish(adopted.generation, adopted.proven, adopted.unproven)
+            current, *others = adopted
+            for one in others:
+                publishing.hold(one.generation, one.proven, one.unproven, staged=one.staged, adopted=True)
+                record.generations.give_grace(one.generation.id)
+            publishing.publish(current.generation, current.proven, current.unproven, adopted=True)
             await custody.retire()
         else:
             await self._load(acquiring, custody, publishing)
+        if record.published is not None:
+            updates.begin()
         await self._signs.settled()
 
     async def _load(self, acquiring: Acquiring, custody: Custody, publishing: Publishing) -> None:
@@ -243,4 +262,5 @@ class Keeper:
         self._record.last_error = error
         self._record.progress.update("failed")
         log.error("the load failed", extra={"code": error.code, "reason": str(error)})
+        self._record.events.say("failed", str(error))
         self._record.machine.move(State.FAILED)

@@ -7,8 +7,8 @@ that closed its lease may still map what it was granted. Used by the connection 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,8 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._leases: dict[Lease, None] = {}
+        self.on_end: Callable[[], None] | None = None
+        """Hears that some generation may be leased by one fewer."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -60,6 +62,16 @@ class LeaseBook:
             yield lease
         finally:
             del self._leases[lease]
+            self._ended()
+
+    def move(self, lease: Lease, generation: str) -> None:
+        """The engine holds another generation from now on."""
+        lease.generation = generation
+        self._ended()
+
+    def _ended(self) -> None:
+        if self.on_end is not None:
+            self.on_end()
 
     def infos(self) -> tuple[LeaseInfo, ...]:
         """The oldest leases, at most as many as fit in a report. The pid is the kernel's, or the engine's own word when
@@ -90,6 +102,10 @@ class LeaseBook:
     def generations(self) -> set[str]:
         """Those that are leased."""
         return {lease.generation for lease in self._leases}
+
+    def counts(self) -> Counter[str]:
+        """How many leases each generation has."""
+        return Counter(lease.generation for lease in self._leases)
 
 
 class FallbackCount:

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,22 +26,24 @@ from weightcached.daemon.generation import CheckpointReceipts, Generation, Origi
 from weightcached.daemon.holder import Holder
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
-from weightcached.daemon.refusals import error_from
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import (
     DeploymentError,
+    InsufficientMemory,
     ProtocolError,
     SnapshotMismatch,
     TransferError,
     WeightCacheError,
     WorkerDied,
+    error_from,
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import Frame, PeerClosed
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.admission import Room
 from weightcached.protocol.memory.kinds import MemoryKind, kind_of
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
@@ -87,6 +89,8 @@ class LoadRequest:
     """Of the engine that makes the config's layout, where there is one."""
     engine_inputs: str | None = None
     """What its key was computed from, as one hash."""
+    make_room: Callable[[], Awaitable[bool]] | None = None
+    """Gives back some memory that is not needed; whether there was any. Asked as long as the shard does not fit."""
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -113,7 +117,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
     generation_id, kind = secrets.token_hex(16), kind_of(request.config)
     progress.update("start worker")
-    async with _started_worker() as worker:
+    async with started_worker() as worker:
         await worker.send(
             Job(
                 model_dir=request.origin.model_dir,
@@ -129,8 +133,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         planned, none = await worker.receive(progress)
         none.close()
         if not isinstance(planned, Planned):
-            raise _out_of_turn(planned, expected="Planned")
-        room = await in_thread(partial(kind.admit, sum(planned.segments_nbytes)))
+            raise out_of_turn(planned, expected="Planned")
+        room = await admitted(kind, sum(planned.segments_nbytes), request.make_room)
         log.info(
             "planned",
             extra={
@@ -146,7 +150,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         with OwnedFds() as memory:
             for number, nbytes in enumerate(planned.segments_nbytes):
                 name = names.segment_name(generation_id, number)
-                await in_thread(partial(_allocate, memory, kind, nbytes, name))
+                await in_thread(partial(allocate, memory, kind, nbytes, name))
             rankless = request.config.rankless_fingerprint
             # Where no file was seen, ranks have the digest to compare from the start.
             stands_in = None if receipts.known else digest
@@ -162,8 +166,8 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
             done, manifest = await worker.receive(progress)
             with manifest:
                 if not isinstance(done, Done):
-                    raise _out_of_turn(done, expected="Done")
-                _check_manifest(done, manifest)
+                    raise out_of_turn(done, expected="Done")
+                check_manifest(done, manifest)
                 progress.update("seal")
                 await worker.seal(memory, kind)
                 sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
@@ -192,12 +196,23 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                 )
 
 
-def _allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
+async def admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
+    """Measured, again after each time that something was given back. Raises InsufficientMemory."""
+    while True:
+        try:
+            return await in_thread(partial(kind.admit, nbytes))
+        except InsufficientMemory:
+            if make_room is None or not await make_room():
+                raise
+
+
+def allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
     """Into ``memory`` at once: whoever asked may have been told to stop, and would drop what is only returned."""
     memory.append(kind.allocate(nbytes, name=name))
 
 
-def _out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
+def out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
+    """A worker that has said ``message`` instead."""
     return ProtocolError("the worker spoke out of turn", expected=expected, found=type(message).__name__)
 
 
@@ -236,7 +251,8 @@ def _receipts(planned: Planned) -> CheckpointReceipts:
     return CheckpointReceipts(planned.receipts, trusted=planned.receipts_trusted, rule=planned.receipts_rule)
 
 
-def _check_manifest(done: Done, manifest: OwnedFds) -> None:
+def check_manifest(done: Done, manifest: OwnedFds) -> None:
+    """Raises TransferError unless the one descriptor that came with ``done`` is a manifest's."""
     if len(manifest) != 1:
         raise TransferError("the worker's report lacks the manifest", expected="1 descriptor", found=len(manifest))
     if done.manifest_nbytes > MANIFEST_MAX_BYTES:
@@ -244,7 +260,7 @@ def _check_manifest(done: Done, manifest: OwnedFds) -> None:
     host.verify(manifest[0], nbytes=done.manifest_nbytes, what="the manifest")
 
 
-class _Worker:
+class Worker:
     """A running worker and the channel to it."""
 
     def __init__(self, child: Child, channel: AsyncChannel) -> None:
@@ -254,6 +270,7 @@ class _Worker:
         self._exit = asyncio.create_task(child.process.wait(), name="worker's exit")
 
     async def send(self, message: Job | Memory, fds: Sequence[int] = ()) -> None:
+        """``fds`` stay the caller's. Raises as :meth:`receive` where it has ended."""
         try:
             await self._channel.send(message, fds)
         except ConnectionError as error:
@@ -344,7 +361,7 @@ def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
 
 
 @asynccontextmanager
-async def _started_worker() -> AsyncIterator[_Worker]:
+async def started_worker() -> AsyncIterator[Worker]:
     """A worker with the other end of our channel; whatever happens in the block, it is gone after it, unless it was
     told to stay.
     """
@@ -354,7 +371,7 @@ async def _started_worker() -> AsyncIterator[_Worker]:
         with theirs:
             fd = theirs.fileno()
             child = await Child.start("worker", WORKER_MODULE, ["--fd", str(fd)], pass_fds=[fd])
-        worker = _Worker(child, channel)
+        worker = Worker(child, channel)
         try:
             yield worker
         finally:

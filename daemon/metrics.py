@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from weightcached.daemon.mapped import Mapped
 from weightcached.daemon.seen import Seen
-from weightcached.daemon.states import State
-from weightcached.protocol.messages import Durations, Report, VaultState
+from weightcached.daemon.states import SERVING, State
+from weightcached.protocol.messages import Durations, GenerationInfo, Report, Standing, VaultState
 
 PREFIX = "weightcached_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,7 +34,7 @@ _Reading = Callable[[Report], float | None]
 _Readings = Callable[[Report], Mapping[str, float]]
 
 _GAUGES: dict[str, tuple[str, _Reading]] = {
-    "ready": ("1 while engines are granted weights.", lambda r: r.state == State.READY),
+    "ready": ("1 while engines are granted weights.", lambda r: r.state in SERVING),
     "resident_bytes": ("Bytes of the weights that are served.", lambda r: r.resident_nbytes),
     "own_memory_bytes": ("Anonymous memory of the keeper itself.", lambda r: r.own_memory_nbytes),
     "generations": ("Generations that are held, quarantined ones included.", lambda r: r.generations),
@@ -77,6 +77,16 @@ _LABELLED_GAUGES: dict[str, tuple[str, str, _Readings]] = {
         "(detached).",
         "state",
         lambda r: {"connected": r.lease_count - r.detached, "detached": r.detached},
+    ),
+    "held_bytes": (
+        "Bytes of weights that are held by standing: what is served, earlier ones, and what waits for a decision.",
+        "standing",
+        lambda r: _by_standing(r, lambda one: one.resident_nbytes),
+    ),
+    "held_leases": (
+        "Open leases by the standing of the generation that they hold.",
+        "standing",
+        lambda r: _by_standing(r, lambda one: one.leases),
     ),
     "load_stage_seconds": ("Seconds of each stage of this keeper's load.", "stage", lambda r: r.load_seconds),
     "load_rate_bytes_per_second": (
@@ -148,6 +158,13 @@ _HOST_GAUGES: dict[str, tuple[str, Callable[[Mapped], float]]] = {
         lambda mapped: mapped.hidden,
     ),
 }
+
+
+def _by_standing(report: Report, of: Callable[[GenerationInfo], int]) -> dict[str, float]:
+    sums = dict.fromkeys(get_args(Standing), 0.0)
+    for one in report.held:
+        sums[one.standing] += of(one)
+    return sums
 
 
 def _one_of(names: Sequence[str] | type[State], current: str) -> dict[str, float]:

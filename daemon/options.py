@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from weightcached.daemon.address import Address
-from weightcached.protocol.command_line import Parser, positive_seconds, whole_number
+from weightcached.protocol.command_line import Parser, positive_seconds, seconds, whole_number
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
@@ -61,6 +61,9 @@ class ServeOptions:
     in_flight_max_mib: int
     """Of frames that are half received or half sent, for all clients together; half of it for one user."""
     verify_on_adopt: bool
+    keep_generations: int
+    """Besides the one that is served, for rollback."""
+    adoption_grace_s: float
     metrics_address: Address | None
     log_format: str
     log_level: str
@@ -137,6 +140,20 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         help="hash resident weights before serving them again after a restart",
     )
     group.add_argument(
+        "--keep-generations",
+        type=whole_number(0),
+        default=1,
+        metavar="N",
+        help="weights besides those that are served that are kept for rollback while they fit (default: 1)",
+    )
+    group.add_argument(
+        "--adoption-grace",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="after a restart earlier weights are kept at least so long, for engines to resume (default: 60)",
+    )
+    group.add_argument(
         "--metrics-address",
         metavar="IP:PORT",
         help="serve /metrics, /healthz, /readyz and /status.json there (default: nowhere)",
@@ -205,6 +222,8 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         leases_per_uid_max=given.leases_per_uid_max,
         in_flight_max_mib=given.in_flight_max,
         verify_on_adopt=given.verify_on_adopt,
+        keep_generations=given.keep_generations,
+        adoption_grace_s=given.adoption_grace,
         metrics_address=metrics_address(given),
         log_format=given.log_format,
         log_level=given.log_level,

@@ -45,6 +45,8 @@ class ProgressTracker:
         self._samples: deque[tuple[float, int]] = deque()
         self._began: tuple[float, int] = (0.0, 0)
         self.rates = {}
+        self.on_update: Callable[[Loading], None] | None = None
+        """Hears of every update, when it is made."""
         self._current = Loading(stage="starting", bytes_done=0, bytes_total=0, bytes_per_s=0.0)
 
     @property
@@ -68,6 +70,8 @@ class ProgressTracker:
         if bytes_done > already and now_s > began_s:
             self.rates = {**self.rates, stage: (bytes_done - already) / (now_s - began_s)}
         self._display.show(self._current)
+        if self.on_update is not None:
+            self.on_update(self._current)
 
     def close(self) -> None:
         self._display.close()

@@ -99,6 +99,8 @@ def prove(hello: Hello, generation: Generation, proven: ProvenReceipts, *, uid: 
         return Granted("the client takes whatever is current")
     if hello.want != "checkpoint":
         return _version(hello.want, generation)
+    if generation.pushed_by is not None:
+        return _pushed(generation)
     ours = generation.digest
     if hello.digest is not None and ours is not None:
         if hello.digest != ours:
@@ -123,7 +125,7 @@ def prove(hello: Hello, generation: Generation, proven: ProvenReceipts, *, uid: 
 def _version(want: str, generation: Generation) -> Verdict:
     if want in (generation.version, generation.receipts_version):
         return Granted("the version that was asked for")
-    if generation.digest is None:
+    if generation.digest is None and generation.pushed_by is None:
         return NeedsOurDigest()
     return Denied(
         CheckpointMismatch(
@@ -132,6 +134,17 @@ def _version(want: str, generation: Generation) -> Verdict:
             found=generation.version,
             where=generation.provenance.path,
             next_step='ask for the version that is here, or for "checkpoint" or "current"',
+        )
+    )
+
+
+def _pushed(generation: Generation) -> Verdict:
+    return Denied(
+        CheckpointMismatch(
+            "the daemon's weights were pushed to it, and are no checkpoint's",
+            expected="exactly the engine's checkpoint",
+            found=f"version {generation.version}, pushed by {generation.pushed_by}",
+            next_step='ask for "current" if what was pushed is meant',
         )
     )
 

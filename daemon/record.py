@@ -9,33 +9,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weightcached.daemon.custody import Custody
-from weightcached.daemon.digesting import Digesting
 from weightcached.daemon.durations import ATTACH_BOUNDS_S, LOAD_BOUNDS_S, DurationCounts
-from weightcached.daemon.generation import Generation
+from weightcached.daemon.events import Events
+from weightcached.daemon.generations import Generations, Published
 from weightcached.daemon.leases import FallbackCount, LeaseBook
 from weightcached.daemon.options import ServeOptions
 from weightcached.daemon.progress import Changes, ProgressTracker
-from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.quota import Quota
 from weightcached.daemon.states import State, StateMachine
+from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import WeightCacheError
-from weightcached.protocol.messages import Release, Released
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """The generation that is granted now, with what belongs to it alone."""
-
-    generation: Generation
-    proven: ProvenReceipts
-    digesting: Digesting
-    unproven: str | None = None
-    """Why the files on disk were not seen to be what is served; ``None`` where they were."""
+from weightcached.protocol.messages import Message, Release, Released, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +51,20 @@ class Limits:
         )
 
 
+class Stages(Protocol):
+    """Attends to trainers that push."""
+
+    async def attend(self, stage: Stage, channel: AsyncChannel, tell: Tell) -> None: ...
+
+
+Tell = Callable[[Message, Sequence[int]], Awaitable[None]]
+"""Says something to a client, with descriptors, which stay the caller's."""
+
+
 @dataclass(kw_only=True)
 class Record:
     """``config`` and ``published`` are ``None`` until they are known; ``last_error`` is the last that kept us from
-    serving.
+    serving, or from a change.
     """
 
     options: ServeOptions
@@ -72,8 +72,13 @@ class Record:
     machine: StateMachine
     changes: Changes
     limits: Limits
+    generations: Generations
     release: Callable[[Release], Awaitable[Released]]
     """Carries out what a client that may say so has said."""
+    awaits_decision: Callable[[str], bool] = lambda version: False
+    """Whether weights of that version are prepared here, and wait for a decision; it is then looked for."""
+    staging: Stages | None = None
+    """Who attends to trainers, once something is served."""
     custody: Custody | None = None
     adoption_seconds: float | None = None
     """From the start of this process until it served what it adopted."""
@@ -92,8 +97,16 @@ class Record:
     started_s: float = field(default_factory=time.monotonic)
     model_path: str | None = None
     config: CacheConfig | None = None
-    published: Published | None = None
     last_error: WeightCacheError | None = None
+    events: Events = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = Events(self)
+
+    @property
+    def published(self) -> Published | None:
+        """The generation that is granted now to whoever asks for no other."""
+        return self.generations.current
 
     @property
     def state(self) -> State:

@@ -1,4 +1,4 @@
-"""How an error becomes a ``Refused`` frame, and a worker's or a child's report becomes an error again.
+"""How an error becomes a ``Refused`` frame. The way back is ``errors.error_from``.
 
 Pure. Keeps every text within the limits of a frame, so that an answer about an error cannot itself fail.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from weightcached.protocol.config import CacheConfig, abbreviated, differing_entries
-from weightcached.protocol.errors import ERRORS_BY_CODE, CacheConfigMismatch, ProtocolError, WeightCacheError
+from weightcached.protocol.errors import CacheConfigMismatch, ProtocolError, WeightCacheError
 from weightcached.protocol.messages import DifferingField, Hello, Refused, shortened
 
 VALUES_MAX_BYTES = 512 * 1024
@@ -22,20 +22,6 @@ def refusal(error: WeightCacheError) -> Refused:
     """The frame that says what ``error`` says."""
     fields = {key: shortened(value) for key, value in error.as_fields().items() if value is not None}
     return Refused.model_validate(fields)
-
-
-def error_from(fields: Mapping[str, Any]) -> WeightCacheError:
-    """The error that another process of ours reported as ``code``, ``message``, ``expected``, … (its ``as_fields``)."""
-    kind = ERRORS_BY_CODE.get(str(fields.get("code")), WeightCacheError)
-    if kind is CacheConfigMismatch:
-        kind = WeightCacheError  # is made from differing fields, and only clients raise it
-    return kind(
-        str(fields.get("message")),
-        expected=fields.get("expected"),
-        found=fields.get("found"),
-        where=fields.get("where"),
-        next_step=fields.get("next_step"),
-    )
 
 
 def mismatch(config: CacheConfig, hello: Hello) -> Refused | None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from weightcached.daemon.asking import ask, connect
 from weightcached.daemon.claim import take
-from weightcached.daemon.named_places import add_rank_arguments, named_places
 from weightcached.daemon.text import binary_size, one_line
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.deadline import Deadline
@@ -30,6 +29,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.messages import Release, Released
+from weightcached.protocol.named_places import add_rank_arguments, named_places
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.protocol.places import Place, places_in, runtime_directory

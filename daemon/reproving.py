@@ -93,6 +93,8 @@ class Reproving:
     ) -> None:
         self._options = options
         self._generation = generation
+        # What a change has brought lies elsewhere than `--model` says.
+        self._model = options.model if generation.under_model is None else generation.origin.model_dir
         self._on_verdict = on_verdict
         self._on_failure = on_failure
         self._task: asyncio.Task[None] | None = None
@@ -105,7 +107,7 @@ class Reproving:
         while True:
             try:
                 answer = await compute(
-                    self._options.model,
+                    self._model,
                     cache_dir=self._options.cache_dir,
                     trusted_filesystems=self._options.trusted_filesystems,
                 )
@@ -120,8 +122,13 @@ class Reproving:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 
-    async def stop(self) -> None:
-        """End it, and the process that it may be waiting for. Safe to call twice, and before :meth:`start`."""
+    def cancel(self) -> None:
+        """Begin to end it: nobody hears a verdict any more."""
         if self._task is not None:
             self._task.cancel()
+
+    async def stop(self) -> None:
+        """End it, and the process that it may be waiting for. Safe to call twice, and before :meth:`start`."""
+        self.cancel()
+        if self._task is not None:
             await asyncio.wait({self._task})

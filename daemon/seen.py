@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonAbsent, DaemonDraining, WeightCacheError
 from weightcached.protocol.messages import Report
@@ -45,7 +45,7 @@ class Seen:
     @property
     def ready(self) -> bool:
         """Whether engines are granted weights there."""
-        return self.state == State.READY
+        return self.state in SERVING
 
 
 def look(place: Place, *, allowed: AllowList, timeout_s: float) -> Seen:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.record import Record
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import binary_size
 from weightcached.protocol.errors import ManagerUnreachable
+from weightcached.protocol.messages import Loading
 
 STATUS_INTERVAL_S = 1.0
 
@@ -76,19 +77,26 @@ async def _said(saying: Coroutine[Any, Any, None]) -> None:
 def status_of(record: Record) -> str:
     """The state in one line."""
     progress = record.progress.current
-    if record.state is State.READY and record.published is not None:
-        text = f"ready: {binary_size(record.published.generation.resident_nbytes)}"
+    if record.state in SERVING and record.published is not None:
+        text = f"{record.state}: {binary_size(record.published.generation.resident_nbytes)}"
         text += f", {len(record.leases)} leases" if len(record.leases) != 1 else ", 1 lease"
         if record.published.unproven is not None:
             text += f"; unproven: {record.published.unproven}"
-        if record.custody is not None and record.custody.keeping.state != "kept":
-            text += f"; vault: {record.custody.keeping.state}"  # `weightcached status` says why
+        if record.custody is not None:
+            keeping = record.custody.keeping(record.published.generation.id)
+            text += f"; vault: {keeping.state}" if keeping.state != "kept" else ""  # `weightcached status` says why
+        if record.state is State.UPDATING:
+            text += f"; {_stage(progress)}"
         return text
     if record.state is State.FAILED:
         return f"failed: {record.last_error}"
     if record.state in (State.DRAINING, State.STOPPED):
         return str(record.state)
+    return f"{record.state}: {_stage(progress)}"
+
+
+def _stage(progress: Loading) -> str:
     if not progress.bytes_total:
-        return f"{record.state}: {progress.stage}"
+        return progress.stage
     percent = 100 * progress.bytes_done / progress.bytes_total
-    return f"{record.state}: {progress.stage} {percent:.0f}% at {binary_size(progress.bytes_per_s)}/s"
+    return f"{progress.stage} {percent:.0f}% at {binary_size(progress.bytes_per_s)}/s"

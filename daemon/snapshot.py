@@ -9,6 +9,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from weightcached.daemon.rank_state import generation_infos
 from weightcached.daemon.record import Record
 from weightcached.daemon.vault import Keeping
 from weightcached.protocol.messages import Report, shortened
@@ -22,8 +23,8 @@ def report(record: Record) -> Report:
     options = record.options
     published, custody = record.published, record.custody
     generation = published.generation if published is not None else None
-    loaded = generation if record.adoption_seconds is None else None
-    keeping = custody.keeping if custody is not None else Keeping("none")
+    loaded = published.generation if published is not None and not published.adopted else None
+    keeping = custody.keeping(generation.id if generation is not None else None) if custody else Keeping("none")
     progress = record.progress.current
     return Report(
         daemon_version=DAEMON_VERSION,
@@ -61,7 +62,8 @@ def report(record: Record) -> Report:
         vault_reason=shortened(keeping.reason) if keeping.reason is not None else None,
         proven=published is not None and published.unproven is None,
         unproven_reason=shortened(published.unproven) if published is not None and published.unproven else None,
-        generations=(published is not None) + (len(custody.candidates) + len(custody.quarantined) if custody else 0),
+        generations=len(record.generations) + (len(custody.candidates) + len(custody.quarantined) if custody else 0),
+        held=generation_infos(record),
         quarantined=tuple(custody.quarantined) if custody is not None else (),
         quarantined_nbytes=sum(one.nbytes for one in custody.quarantined.values()) if custody is not None else 0,
         starts=custody.record.starts if custody is not None else 0,

@@ -29,6 +29,7 @@ from weightcached.protocol.messages import (
     Seconds,
     ShortText,
 )
+from weightcached.protocol.transaction import ABORTED_MAX, COMMITTED_MAX
 
 MEMFD_NAME = "weightcached:state"
 MAGIC = b"WCDSTAT1"
@@ -75,6 +76,37 @@ class GenerationRecord(_Frozen):
     """What the key of the engine that made the layout was computed from."""
     proven_receipts: Annotated[tuple[Hex64, ...], Field(strict=False, max_length=PROVEN_MAX)] = ()
     """Of other views of its files (other mounts), oldest first."""
+    under_model: LongText | None = None
+    """What ``--model`` said when these weights came by a change, and not because of ``--model``."""
+    pushed_by: ShortText | None = None
+    """Who pushed them; ``None`` for weights out of a checkpoint."""
+    staged: bool = False
+    """They were never served: they are what a change has prepared, or what is left of one."""
+
+
+class PreparedRecord(_Frozen):
+    """A change that is finished here and whose decision has not been read. ``keep``: how many generations besides the
+    new one are kept once it is committed; the daemon's own setting where ``None``.
+    """
+
+    transaction: Hex32
+    generation: Hex32
+    leader: ShortText
+    keep: Count | None = None
+
+
+class CommittedRecord(_Frozen):
+    transaction: Hex32
+    version: ShortText
+    receipts_version: ShortText
+
+
+class LedgerRecord(_Frozen):
+    """``transaction.Ledger``, kept."""
+
+    open: Hex32 | None = None
+    committed: Annotated[tuple[CommittedRecord, ...], Field(strict=False, max_length=COMMITTED_MAX)] = ()
+    aborted: Annotated[tuple[Hex32, ...], Field(strict=False, max_length=ABORTED_MAX)] = ()
 
 
 class BoundSocket(_Frozen):
@@ -85,9 +117,11 @@ class BoundSocket(_Frozen):
 
 
 class StateRecord(_Frozen):
-    """Everything. ``pins`` and ``prepared`` belong to updates, which this release does not make."""
+    """Everything. ``ledger`` is the leader's; elsewhere it stays empty."""
 
     format: Literal[1] = 1
+    vault_id: Hex32 | None = None
+    """Made with the record: another one than before, and what was written then is lost."""
     starts: Count = 0
     """Keepers that have opened this record."""
     adoptions: Count = 0
@@ -96,10 +130,13 @@ class StateRecord(_Frozen):
     current: Hex32 | None = None
     """The generation that is served, or was last."""
     generations: Annotated[tuple[GenerationRecord, ...], Field(strict=False)] = ()
-    """Those whose descriptors were, or were about to be, put into the vault."""
+    """Those whose descriptors were, or were about to be, put into the vault, in the order in which they were served."""
     quarantined: Annotated[tuple[Hex32, ...], Field(strict=False)] = ()
     pins: Annotated[tuple[Hex32, ...], Field(strict=False)] = ()
-    prepared: Hex32 | None = None
+    prepared: PreparedRecord | None = None
+    ledger: LedgerRecord = LedgerRecord()
+    keep: Count | None = None
+    """How many generations besides the current one are kept; the daemon's own setting where ``None``."""
     bound: BoundSocket | None = None
 
     def generation(self, generation_id: str) -> GenerationRecord | None:

@@ -1,9 +1,9 @@
 """The keeper's states, as a table. Owns which state may follow which; pure. Only the keeper moves the machine.
 
 ``starting`` finds out what there is, ``adopting`` checks what a vault handed back, ``loading`` fills memory (and waits
-between attempts), ``ready`` serves, ``failed`` answers with the reason, ``draining`` refuses and ends what is under
-way, ``stopped`` is the end. Updates will add their own state; a move that the table does not have is a bug, and ends
-the process.
+between attempts), ``ready`` serves, ``updating`` serves as ``ready`` does while other weights are made beside those
+that are served, ``failed`` answers with the reason, ``draining`` refuses and ends what is under way, ``stopped`` is the
+end. A move that the table does not have is a bug, and ends the process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class State(StrEnum):
     ADOPTING = "adopting"
     LOADING = "loading"
     READY = "ready"
+    UPDATING = "updating"
     FAILED = "failed"
     DRAINING = "draining"
     STOPPED = "stopped"
@@ -28,12 +29,16 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
         State.STARTING: frozenset({State.ADOPTING, State.LOADING, State.FAILED, State.DRAINING}),
         State.ADOPTING: frozenset({State.READY, State.LOADING, State.FAILED, State.DRAINING}),
         State.LOADING: frozenset({State.READY, State.FAILED, State.DRAINING}),
-        State.READY: frozenset({State.DRAINING}),
+        State.READY: frozenset({State.UPDATING, State.DRAINING}),
+        State.UPDATING: frozenset({State.READY, State.DRAINING}),
         State.FAILED: frozenset({State.DRAINING}),
         State.DRAINING: frozenset({State.STOPPED}),
         State.STOPPED: frozenset(),
     }
 )
+
+SERVING = frozenset({State.READY, State.UPDATING})
+"""In which engines are granted weights."""
 
 
 class IllegalTransition(RuntimeError):

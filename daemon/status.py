@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from weightcached.daemon.leases import DETACHED_AFTER_S
 from weightcached.daemon.seen import Seen, as_json, collect
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.errors import WeightCacheError
-from weightcached.protocol.messages import LeaseInfo, Report
+from weightcached.protocol.messages import GenerationInfo, LeaseInfo, Report
 from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
 
@@ -31,9 +31,9 @@ def exit_code(seen: Sequence[Seen]) -> int:
     if not seen:
         return 3
     states = {one.state for one in seen}
-    if states == {State.READY}:
+    if states <= SERVING:
         return 0
-    return 1 if states <= {State.READY, State.STARTING, State.ADOPTING, State.LOADING} else 2
+    return 1 if states <= {*SERVING, State.STARTING, State.ADOPTING, State.LOADING} else 2
 
 
 def render(seen: Sequence[Seen]) -> list[str]:
@@ -69,7 +69,7 @@ def _rank(one: Seen, report: Report) -> str:
 
 
 def _progress(report: Report) -> str:
-    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING):
+    if report.state not in (State.STARTING, State.ADOPTING, State.LOADING, State.UPDATING):
         return "-"
     if not report.bytes_total:
         return report.stage
@@ -95,6 +95,7 @@ def _details(one: Seen) -> list[str]:
     ]
     if (more := report.lease_count - len(lines)) > 0:
         lines.append(f"and {more} more leases")
+    lines += [_held(one) for one in report.held if one.standing != "current" or one.pinned]
     if report.vault in ("unproven", "dropped"):
         lines.append(f"vault: {report.vault}: {report.vault_reason}")
     if report.unproven_reason is not None:
@@ -105,6 +106,15 @@ def _details(one: Seen) -> list[str]:
     if report.last_error is not None:
         lines.append(f"last error: {report.last_error}")
     return [f"{one.place}: {line}" for line in lines]
+
+
+def _held(one: GenerationInfo) -> str:
+    """A generation beside the one that the row is about."""
+    text = f"{one.standing} generation {one.generation[:12]}, {_short(one.version)}, {binary_size(one.resident_nbytes)}"
+    text += f", {one.leases} lease{'' if one.leases == 1 else 's'}"
+    if one.pinned:
+        text += ", pinned" if one.pinned_for_s is None else f", pinned for {duration(one.pinned_for_s)}"
+    return f"{text}, from {one.origin}"
 
 
 def _silence(lease: LeaseInfo) -> str:

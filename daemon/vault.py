@@ -85,6 +85,8 @@ class NotifyVault:
         self._held = Counter(handed)
         self._store_max = store_max
         self._unit = unit
+        self._busy = asyncio.Lock()
+        """What is counted must hold still: one thing at a time."""
         self.outlives_stop = not notifier.supervised
 
     @classmethod
@@ -98,9 +100,10 @@ class NotifyVault:
 
     async def keep(self, items: Sequence[tuple[str, int]]) -> Keeping:
         try:
-            await self._store(items)
-            await self._notifier.barrier()
-            keeping = await self._proof()
+            async with self._busy:
+                await self._store(items)
+                await self._notifier.barrier()
+                keeping = await self._proof()
         except ManagerUnreachable as error:
             keeping = Keeping("dropped", str(error))
         if keeping.state != "kept":
@@ -109,7 +112,8 @@ class NotifyVault:
 
     async def store(self, items: Sequence[tuple[str, int]]) -> None:
         try:
-            await self._store(items)
+            async with self._busy:
+                await self._store(items)
         except ManagerUnreachable as error:
             log.warning("a descriptor was not stored", extra={"reason": str(error)})
 
@@ -120,10 +124,11 @@ class NotifyVault:
 
     async def forget(self, names: Iterable[str]) -> None:
         try:
-            for name in names:
-                await self._notifier.remove(name)
-                del self._held[name]
-            await self._notifier.barrier()
+            async with self._busy:
+                for name in names:
+                    await self._notifier.remove(name)
+                    del self._held[name]
+                await self._notifier.barrier()
         except ManagerUnreachable as error:
             log.warning("the vault may still hold what is not wanted any more", extra={"reason": str(error)})
 

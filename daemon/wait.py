@@ -11,11 +11,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from weightcached.daemon.asking import ask_status, connect
-from weightcached.daemon.named_places import add_rank_arguments, named_places
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.daemon.text import one_line
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
@@ -28,9 +26,10 @@ from weightcached.protocol.errors import (
     DaemonUnreachable,
     WeightCacheError,
 )
+from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
-from weightcached.protocol.places import Place, places_in, runtime_directory
+from weightcached.protocol.places import Place, runtime_directory
 
 PAUSE_S = 0.1
 _ANSWER_TIMEOUT_S = 5.0
@@ -62,7 +61,7 @@ class Watched:
         self.last_seen = f"{report.state}, stage {report.stage!r}"
         if report.state == State.FAILED:
             raise DaemonFailed("the daemon could not load its weights", found=report.last_error, where=self.place)
-        return report.state == State.READY
+        return report.state in SERVING
 
     def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -92,14 +91,6 @@ def wait(find: Callable[[], Sequence[Place]], *, allowed: AllowList, deadline: D
             one.close()
 
 
-def _sockets(runtime_dir: Path, name: str | None) -> list[Place]:
-    return [
-        place
-        for place in places_in(runtime_dir)
-        if (name is None or place.name == name) and place.socket_path.is_socket()
-    ]
-
-
 def main(argv: list[str]) -> int:
     """Wait, and return the exit code."""
     parser = Parser(
@@ -121,7 +112,7 @@ def main(argv: list[str]) -> int:
         return USAGE_EXIT
 
     def find() -> list[Place]:
-        return named if named is not None else _sockets(runtime_dir, given.name)
+        return named if named is not None else places_with_socket(runtime_dir, given.name)
 
     try:
         wait(find, allowed=allow_list(given), deadline=Deadline.after(given.timeout))

@@ -106,6 +106,24 @@ def intersects(a: Box, b: Box) -> bool:
     )
 
 
+def intersection(a: Box, b: Box) -> Box | None:
+    """The elements that two boxes of one tensor share; ``None`` where there are none."""
+    start = tuple(map(max, a.start, b.start))
+    extents = tuple(
+        min(a0 + an, b0 + bn) - begin
+        for a0, an, b0, bn, begin in zip(a.start, a.shape, b.start, b.shape, start, strict=True)
+    )
+    return Box(start, extents) if all(extent > 0 for extent in extents) else None
+
+
+def reach(box: Box, shape: Shape) -> tuple[int, int]:
+    """The box's first element in C order of a tensor of this shape, and one past its last."""
+    strides = _strides(shape)
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    last = sum((stop - 1) * stride for stop, stride in zip(box.stop, strides, strict=True))
+    return first, last + 1
+
+
 def coverage_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """Why the boxes do not cover a tensor of this shape exactly once, or ``None`` when they do.
 

@@ -18,7 +18,7 @@ from weightcached.loader.destination import Target
 from weightcached.loader.execute import Executed, Progress, Traffic, execute
 from weightcached.loader.layout import Placed, Placement, place
 from weightcached.loader.plan import make_plan
-from weightcached.loader.planned import LoadPlan, PartKind
+from weightcached.loader.planned import LoadPlan, PartKind, TensorHeader
 from weightcached.loader.reading import requested_nbytes
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import take_receipts
@@ -31,6 +31,7 @@ class Prepared:
     """What headers alone decide: the plan, every parameter's place, and how much will be read."""
 
     plan: LoadPlan
+    headers: Mapping[str, TensorHeader]
     placement: Placement
     requested: Mapping[PartKind, int]
     """Bytes of the files that this rank will ask for, by part kind; gaps read through are counted."""
@@ -71,7 +72,7 @@ def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
     """Plan and place. Reads nothing but what ``checkpoint`` already holds. Raises what ``make_plan`` raises."""
     with collector_paused():
         plan = make_plan(checkpoint.tensors, checkpoint.config, config)
-        return Prepared(plan, place(plan), requested_nbytes(plan))
+        return Prepared(plan, checkpoint.tensors, place(plan), requested_nbytes(plan))
 
 
 def load(
@@ -103,7 +104,7 @@ def load(
         )
     with _timed(seconds, "verify"):
         checkpoint.receipts.require_same(take_receipts(checkpoint.files, also_trusted=also_trusted))
-    rows = tuple(_row(placed, executed) for placed in prepared.placement.placed)
+    rows = tuple(row_of(placed, executed) for placed in prepared.placement.placed)
     return Loaded(rows, Figures(seconds, prepared.requested, executed.traffic))
 
 
@@ -133,7 +134,8 @@ def encode(
     return encode_manifest(meta, loaded.rows, accounting)
 
 
-def _row(placed: Placed, executed: Executed) -> Row:
+def row_of(placed: Placed, executed: Executed) -> Row:
+    """The manifest's row of a parameter that has been filled."""
     parameter = placed.parameter
     return Row(
         name=parameter.name,

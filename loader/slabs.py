@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from weightcached.loader.boxes import Box, Pieces, Shape, is_contiguous, pieces, whole
+from weightcached.loader.boxes import Box, Pieces, Shape, intersection, is_contiguous, pieces, reach, whole
 from weightcached.loader.planned import Copy, PlannedParameter, Quantize, TensorHeader
 from weightcached.protocol.dtypes import itemsize_bytes
 
@@ -117,9 +117,9 @@ def reads_of(copy: Copy, shape: Shape, itemsize: int) -> Iterator[Read]:
 def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where every copy is one range of the file and of the parameter: no boxes, so a few microseconds a slab."""
     shape = parameter.source_shape
-    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, shape), None) for box in parameter.zeros])
-    origins = {id(copy): _reach(copy.source, copy.tensor.shape)[0] for copy in parameter.copies}
+    copies = _Sweep([(*reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*reach(box, shape), None) for box in parameter.zeros])
+    origins = {id(copy): reach(copy.source, copy.tensor.shape)[0] for copy in parameter.copies}
     for number, (first, count) in enumerate(_extents(parameter, most)):
         reads = []
         for begin, end, copy in copies.over(first, count):
@@ -137,19 +137,19 @@ def _linear(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[S
 def _boxed(parameter: PlannedParameter, most: int, itemsize: int) -> Iterator[Slab]:
     """Where something is strided: slabs are boxes too, and what fills them is found by intersecting."""
     shape = parameter.source_shape
-    copies = _Sweep([(*_reach(copy.destination, shape), copy) for copy in parameter.copies])
-    zeros = _Sweep([(*_reach(box, shape), box) for box in parameter.zeros])
+    copies = _Sweep([(*reach(copy.destination, shape), copy) for copy in parameter.copies])
+    zeros = _Sweep([(*reach(box, shape), box) for box in parameter.zeros])
     first = 0
     for number, slab in enumerate(_cut(parameter, most)):
         count = slab.volume
         reads: list[Read] = []
         for _, _, copy in copies.over(first, count):
-            part = _intersection(copy.destination, slab)
+            part = intersection(copy.destination, slab)
             if part is not None:
                 reads.extend(_reads(copy, part, slab, itemsize))
         blank: list[Pieces] = []
         for _, _, box in zeros.over(first, count):
-            part = _intersection(box, slab)
+            part = intersection(box, slab)
             if part is not None:
                 blank.extend(_within(part, slab, itemsize))
         yield Slab(parameter, number, first, count, count * itemsize, tuple(reads), tuple(blank))
@@ -200,14 +200,6 @@ def _cut(parameter: PlannedParameter, most: int) -> Iterator[Box]:
             )
 
 
-def _reach(box: Box, shape: Shape) -> tuple[int, int]:
-    """The box's first element in C order, and one past its last."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-    last = sum((stop - 1) * stride for stop, stride in zip(box.stop, strides, strict=True))
-    return first, last + 1
-
-
 class _Sweep(Generic[_Item]):
     """Items with their reach (begin, end, item), handed out slab by slab, so that most are not looked at each time."""
 
@@ -224,15 +216,6 @@ class _Sweep(Generic[_Item]):
         return self._active
 
 
-def _intersection(a: Box, b: Box) -> Box | None:
-    start = tuple(map(max, a.start, b.start))
-    extents = tuple(
-        min(a0 + an, b0 + bn) - begin
-        for a0, an, b0, bn, begin in zip(a.start, a.shape, b.start, b.shape, start, strict=True)
-    )
-    return Box(start, extents) if all(extent > 0 for extent in extents) else None
-
-
 def _within(part: Box, slab: Box, itemsize: int) -> Iterator[Pieces]:
     """Where ``part`` of the parameter lies in the slab's buffer."""
     start = tuple(a - b for a, b in zip(part.start, slab.start, strict=True))
@@ -245,8 +228,8 @@ def _reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterator[Read]:
         yield from _transposed_reads(copy, part, slab, itemsize)
         return
     tensor = copy.tensor
-    sources = pieces(_source_of(copy, part), tensor.shape, itemsize)
-    for source, target in _paired(sources, _within(part, slab, itemsize)):
+    sources = pieces(source_of(copy, part), tensor.shape, itemsize)
+    for source, target in paired(sources, _within(part, slab, itemsize)):
         yield Read(
             tensor,
             tensor.offset + source.offset,
@@ -263,7 +246,7 @@ def _transposed_reads(copy: Copy, part: Box, slab: Box, itemsize: int) -> Iterat
     tensor = copy.tensor
     within = Box(tuple(a - b for a, b in zip(part.start, slab.start, strict=True)), part.shape)
     columns, rows = part.shape[-2:]
-    matrices = zip(_corners(_source_of(copy, part), tensor.shape), _corners(within, slab.shape), strict=True)
+    matrices = zip(_corners(source_of(copy, part), tensor.shape), _corners(within, slab.shape), strict=True)
     for source, target in matrices:
         yield Read(
             tensor,
@@ -285,10 +268,18 @@ def _corners(box: Box, shape: Shape) -> Iterator[int]:
             yield from range(first, first + group.length)
 
 
-def _source_of(copy: Copy, part: Box) -> Box:
+def destination_of(copy: Copy, part: Box) -> Box:
+    """The box of the parameter that ``part``, a box within the copy's source, becomes."""
+    if copy.transposed:
+        part = part.swapped
+        copy = replace(copy, source=copy.source.swapped)
+    return source_of(Copy(copy.tensor, copy.destination, copy.source), part)
+
+
+def source_of(copy: Copy, part: Box) -> Box:
     """The box of the tensor that becomes ``part``. Axes of length one may stand on one side only."""
     if copy.transposed:
-        return _source_of(replace(copy, source=copy.source.swapped, transposed=False), part).swapped
+        return source_of(replace(copy, source=copy.source.swapped, transposed=False), part).swapped
     offsets = [start - begin for start, begin in zip(part.start, copy.destination.start, strict=True)]
     long = iter(
         [
@@ -302,7 +293,7 @@ def _source_of(copy: Copy, part: Box) -> Box:
     return Box(start, tuple(extent for _, extent in axes))
 
 
-def _paired(sources: Iterator[Pieces], targets: Iterator[Pieces]) -> Iterator[tuple[Pieces, Pieces]]:
+def paired(sources: Iterator[Pieces], targets: Iterator[Pieces]) -> Iterator[tuple[Pieces, Pieces]]:
     """Both sides regrouped so that each pair has ranges of equal length and number, in the same order.
 
     Ranges of one side are all of one length, a product of the box's last axes, so the shorter divides the longer.

@@ -7,7 +7,7 @@ files it reads from.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from weightcached.loader.execute import Progress
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
 from weightcached.protocol.errors import UnsupportedModel
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.snapshot import Snapshot, open_snapshot
@@ -38,6 +39,8 @@ class Filled:
     bytes_kept: int
     seconds: Mapping[str, float]
     encode: Callable[..., bytes]
+    assigned_version: str | None = None
+    """Of what a trainer has pushed."""
 
 
 class Source(Protocol):
@@ -49,6 +52,9 @@ class Source(Protocol):
     @property
     def uses_torch(self) -> bool: ...
 
+    buckets: Sequence[int]
+    """Readable descriptors of memory that a trainer fills, which the worker puts here; most sources have none."""
+
     def planned(self) -> Planned:
         """What will be allocated and read, and which content it is. Reads no weight."""
         ...
@@ -59,11 +65,17 @@ class Source(Protocol):
 
 
 @contextmanager
-def source_of(job: Job, config: CacheConfig, stage: Callable[[str], None]) -> Iterator[Source]:
-    """What the job says, open; an engine has built its state then, and has told ``stage`` how far it is. Raises what
-    opening it and planning for it, or building it, raise.
+def source_of(job: Job, config: CacheConfig, fds: OwnedFds, stage: Callable[[str], None]) -> Iterator[Source]:
+    """What the job says, open; an engine has built its state then, and has told ``stage`` how far it is. ``fds`` came
+    with the job, and stay the caller's. Raises what opening it and planning for it, or building it, raise.
     """
     also_trusted = job.trusted_filesystems
+    if job.push is not None:
+        from weightcached.loader.pushed.source import open_push
+
+        with open_push(job, job.push, config, fds) as pushed:
+            yield pushed
+        return
     if config.engine is not None and job.snapshot is None:
         yield EngineSource(job, config, stage)
         return
@@ -78,6 +90,8 @@ def source_of(job: Job, config: CacheConfig, stage: Callable[[str], None]) -> It
 class CheckpointSource:
     """A checkpoint's files: planned, cut, fused and quantized."""
 
+    buckets: Sequence[int] = ()
+
     def __init__(self, checkpoint: Checkpoint, config: CacheConfig, also_trusted: Collection[str]) -> None:
         self._checkpoint = checkpoint
         self._also_trusted = also_trusted
@@ -88,7 +102,7 @@ class CheckpointSource:
 
     def planned(self) -> Planned:
         accounting = self._prepared.plan.accounting
-        return _planned(
+        return planned(
             self.segment_nbytes,
             self._checkpoint.receipts,
             bytes_to_read=sum(self._prepared.requested.values()),
@@ -119,6 +133,8 @@ class SnapshotSource:
 
     uses_torch = False
 
+    buckets: Sequence[int] = ()
+
     def __init__(self, opened: Snapshot, config: CacheConfig, receipts: Receipts | None) -> None:
         opened.require_config(config)
         self._config = config
@@ -128,7 +144,7 @@ class SnapshotSource:
         self.segment_nbytes = self.placement.segment_nbytes
 
     def planned(self) -> Planned:
-        return _planned(
+        return planned(
             self.segment_nbytes,
             self._receipts,
             bytes_to_read=self._snapshot.manifest.content_nbytes,
@@ -148,6 +164,8 @@ class EngineSource:
     uses_torch = False
     """The engine has imported what it needs, and has set its threads."""
 
+    buckets: Sequence[int] = ()
+
     def __init__(self, job: Job, config: CacheConfig, stage: Callable[[str], None]) -> None:
         os.dup2(2, 1)  # what engines print is for the log
         self._state = build_state(
@@ -156,7 +174,7 @@ class EngineSource:
         self.segment_nbytes = self._state.segment_nbytes
 
     def planned(self) -> Planned:
-        return _planned(
+        return planned(
             self.segment_nbytes,
             self._state.receipts,
             bytes_to_read=self._state.files_nbytes,
@@ -183,7 +201,7 @@ def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Recei
         return take_receipts(weights, also_trusted=also_trusted)
 
 
-def _planned(
+def planned(
     segment_nbytes: int,
     receipts: Receipts | None,
     *,
@@ -191,6 +209,7 @@ def _planned(
     accounting: AccountingCounts,
     digest: str | None = None,
 ) -> Planned:
+    """What the keeper is told of a source of one segment. ``receipts`` are of the files that the weights come from."""
     return Planned(
         segments_nbytes=(segment_nbytes,),
         bytes_to_read=bytes_to_read,

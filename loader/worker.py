@@ -12,7 +12,6 @@ else, until the keeper's end of the socket is closed.
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import logging
 import os
@@ -24,28 +23,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weightcached.loader.destination import Target
+from weightcached.loader.failing import report
 from weightcached.loader.filling import to_be_filled
-from weightcached.loader.sources import source_of
+from weightcached.loader.sources import Filled, Source, source_of
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import (
-    CheckpointChanged,
-    InsufficientMemory,
     InternalError,
     ProtocolError,
-    WeightCacheError,
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host, names
 from weightcached.protocol.memory.kinds import kind_of
-from weightcached.protocol.messages import shortened
 from weightcached.protocol.processes import die_with_parent
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
     Done,
-    Failed,
     Job,
     Memory,
     Progress,
@@ -57,11 +52,6 @@ _STAGE_MAX_CHARACTERS = 200
 
 _LAST_WORDS_NBYTES = 4 << 20
 """Kept for saying what went wrong where that was memory; encoding a message takes a quarter of it."""
-
-# What another attempt may not meet again: a network file system's bad moment, memory that somebody else gives back.
-_TRANSIENT_ERRNOS = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE}
-)
 
 
 def main() -> int:
@@ -86,10 +76,10 @@ def main() -> int:
         return 2
     except Exception as failure:  # noqa: BLE001 - whatever it was, the keeper is told, and the process ends
         del spare
-        report = _report(failure)
-        if report.code == InternalError.code:
+        said = report(failure)
+        if said.code == InternalError.code:
             traceback.print_exception(failure)
-        channel.send(report)
+        channel.send(said)
         return 1
     finally:
         channel.close()
@@ -98,7 +88,7 @@ def main() -> int:
 
 def _serve(channel: Channel) -> Target | None:
     """Serve the job; what is to be held then, if there is anything."""
-    job = _job(channel)
+    job, given = _job(channel)
     die_with_parent(job.keeper_pid)
 
     def begins(stage: str) -> None:
@@ -106,27 +96,32 @@ def _serve(channel: Channel) -> Target | None:
 
     config = CacheConfig.model_validate(job.config)
     kind = kind_of(config)
-    with source_of(job, config, begins) as source:
+    with given, source_of(job, config, given, begins) as source:
         channel.send(source.planned())
-        memory, segments = _memory(channel)
-        with segments:
+        memory, fds = _memory(channel, buckets=0 if job.push is None else job.push.bucket_count)
+        with fds:
+            source.buckets = [fds[position] for position in range(1, len(fds))]
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
-            with to_be_filled(segments[0], kind, nbytes=source.segment_nbytes) as target:
+            stage = "load weights" if job.push is None else "push weights"
+            with to_be_filled(fds[0], kind, nbytes=source.segment_nbytes) as target:
                 filled = source.fill(
                     target,
-                    lambda done, total: channel.send(
-                        Progress(stage="load weights", bytes_done=done, bytes_total=total)
-                    ),
+                    lambda done, total: channel.send(Progress(stage=stage, bytes_done=done, bytes_total=total)),
                     job.strategy,
                 )
         manifest = filled.encode(
             generation=job.generation,
-            version=memory.version,
-            receipts_version=memory.receipts_version,
+            version=filled.assigned_version or memory.version,
+            receipts_version=filled.assigned_version or memory.receipts_version,
             digest=memory.digest,
         )
+        _report_done(channel, job, source, filled, manifest)
+    return target if kind.dies_with_holder else None
+
+
+def _report_done(channel: Channel, job: Job, source: Source, filled: Filled, manifest: bytes) -> None:
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
@@ -134,9 +129,9 @@ def _serve(channel: Channel) -> Target | None:
             bytes_read=filled.bytes_read,
             bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
+            assigned_version=filled.assigned_version,
         )
         channel.send(done, [fd])
-    return target if kind.dies_with_holder else None
 
 
 def _hold(channel: Channel) -> None:
@@ -153,21 +148,24 @@ def _hold(channel: Channel) -> None:
     raise ProtocolError("the keeper spoke out of turn", expected="nothing more", found="a frame")
 
 
-def _job(channel: Channel) -> Job:
+def _job(channel: Channel) -> tuple[Job, OwnedFds]:
+    """What is to be done, and the descriptors that came with it, which the caller owns."""
     frame = channel.receive()
-    frame.fds.close()
     if not isinstance(frame.message, Job):
+        frame.fds.close()
         raise ProtocolError("the keeper spoke out of turn", expected="Job", found=type(frame.message).__name__)
-    return frame.message
+    return frame.message, frame.fds
 
 
-def _memory(channel: Channel) -> tuple[Memory, OwnedFds]:
-    """What the keeper allocated: one segment, whose descriptor the caller owns."""
+def _memory(channel: Channel, *, buckets: int) -> tuple[Memory, OwnedFds]:
+    """What the keeper allocated: one segment, and so many buckets, whose descriptors the caller owns."""
     frame = channel.receive()
-    if not isinstance(frame.message, Memory) or len(frame.fds) != 1:
+    if not isinstance(frame.message, Memory) or len(frame.fds) != 1 + buckets:
         found = f"{type(frame.message).__name__} with {len(frame.fds)} descriptors"
         frame.fds.close()
-        raise ProtocolError("the keeper spoke out of turn", expected="Memory with 1 descriptor", found=found)
+        raise ProtocolError(
+            "the keeper spoke out of turn", expected=f"Memory with {1 + buckets} descriptors", found=found
+        )
     return frame.message, frame.fds
 
 
@@ -191,35 +189,6 @@ def _sealed(data: bytes, *, name: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _report(failure: Exception) -> Failed:
-    """``Failed`` for what happened. Bad files and bad configs are permanent; memory and I/O may be better next time."""
-    error = _as_weightcache_error(failure)
-    cause = error.__cause__ if isinstance(error.__cause__, OSError) else failure
-    transient = isinstance(error, CheckpointChanged | InsufficientMemory) or (
-        isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS
-    )
-    fields = {name: shortened(text) for name, text in error.as_fields().items() if text is not None}
-    return Failed.model_validate({**fields, "transient": transient})
-
-
-def _as_weightcache_error(failure: Exception) -> WeightCacheError:
-    if isinstance(failure, WeightCacheError):
-        return failure
-    if isinstance(failure, MemoryError) or (
-        isinstance(failure, OSError) and failure.errno in (errno.ENOMEM, errno.ENOSPC)
-    ):
-        return InsufficientMemory(
-            "the worker has no memory for its own work",
-            found=str(failure) or type(failure).__name__,
-            next_step="free memory on this host, or raise the worker's limits (control group, ulimit -v)",
-        )
-    return InternalError(
-        "the worker failed in a way nobody foresaw",
-        found=f"{type(failure).__name__}: {failure}",
-        next_step="report this, with the daemon's log",
-    )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from weightcached.protocol.messages import GENERATIONS_MAX as GENERATIONS_MAX
 from weightcached.protocol.messages import (
     Count,
     Dialect,
+    GenerationInfo,
     Hex32,
     Hex64,
     LongText,
@@ -30,8 +32,7 @@ from weightcached.protocol.transaction import Outcome
 
 CONTROL_REQUEST_MAX_BYTES = 64 * 1024
 CONTROL_ANSWER_MAX_BYTES = 1024 * 1024
-GENERATIONS_MAX = 64
-"""That one daemon holds at a time."""
+SUBSCRIPTION_MAX_BYTES = 64
 
 # Commands
 
@@ -150,30 +151,6 @@ class RankInfo(Message):
     @property
     def is_leader(self) -> bool:
         return (self.tp_rank, self.pp_rank, self.ep_rank) == (0, 0, 0)
-
-
-Standing = Literal["current", "previous", "prepared"]
-"""``current`` is granted; ``previous`` is held for rollback, or because it is leased or pinned; ``prepared`` waits for
-a decision and is granted to nobody."""
-
-
-class GenerationInfo(Message):
-    """One generation that a daemon holds."""
-
-    generation: Hex32
-    version: ShortText
-    receipts_version: ShortText
-    standing: Standing
-    origin: LongText
-    """Where the weights came from, for people: a path, or who pushed them."""
-    digest: Hex64 | None
-    resident_nbytes: Count
-    leases: Count
-    pinned: bool
-    pinned_for_s: Seconds | None = None
-    """Of a pin that ends by itself: after an adoption engines get time to resume their leases."""
-    age_s: Seconds
-    """Since it was published or prepared here."""
 
 
 class ChangeInfo(Message):
@@ -299,3 +276,7 @@ CONTROL_EVENTS = Dialect(
     items_max=64 * 1024,
     list_max=64 * 1024,
 )
+EVENTS_TOPIC = b"e"
+"""What a listener subscribes to, for every event."""
+SUBSCRIPTIONS_MAX = 16
+"""Of one listener at a time."""

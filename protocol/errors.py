@@ -2,18 +2,18 @@
 
     WeightCacheError
     ├── NotReadyError                 wait, or allow more time
-    │   ├── DaemonNotReady
-    │   └── UpdateConflict
+    │   └── DaemonNotReady · UpdateConflict · ReadersInside
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
     │   ├── InsufficientMemory · WorkerDied · HolderDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
-    │   └── GenerationGone · SnapshotUnwritable · RanksDisagree
+    │   ├── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
+    │   └── StageLost
     ├── ConfigurationError            fix what was asked for
     │   ├── CacheConfigMismatch · CheckpointMismatch · CheckpointUnproven
-    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch
+    │   └── UnsupportedModel · InvalidOption · SnapshotMismatch · SwapRefused · PushMismatch
     ├── CheckpointError               fix the checkpoint's files
     │   ├── HeaderError · IndexFileError · ModelConfigError · MissingShard · TruncatedFile
     │   ├── DuplicateTensor · OverlappingTensors · UnknownDtype · PickleRefused
@@ -21,7 +21,7 @@
     │   └── UnusableValue · SnapshotUnusable
     └── ContractError                 report a bug (or a hostile peer)
         ├── ProtocolError · TransferError · InternalError
-        └── PlanError · BindError
+        └── PlanError · BindError · BarrierError
 
 Each class carries ``code``, the word that stands for it on the wire, in logs and in metrics. Raising any of them
 changes nothing that is cached: after an error the caller holds no descriptor, mapping or lease that it did not hold
@@ -30,8 +30,9 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from weightcached.protocol.text import one_line
 
@@ -97,6 +98,19 @@ class UpdateConflict(NotReadyError):
     code = "update_conflict"
 
 
+class ReadersInside(NotReadyError):
+    """Somebody still computed with the weights when the time to stop them was over; the message names who. Nothing was
+    exchanged, and the readers go on."""
+
+    code = "readers_inside"
+
+
+class DecisionUnknown(NotReadyError):
+    """Rank 0 was asked to commit a change and does not answer. It is committed everywhere, or nowhere, once it does."""
+
+    code = "decision_unknown"
+
+
 class DeploymentError(WeightCacheError):
     """Something about processes, paths, permissions or memory of this host has to change."""
 
@@ -156,6 +170,32 @@ class RanksDisagree(DeploymentError):
     what was attached is given back."""
 
     code = "ranks_disagree"
+
+
+class StageLost(DeploymentError):
+    """A trainer, or the daemon it pushes to, went away before all was pushed. What is served has not changed."""
+
+    code = "stage_lost"
+
+
+class SwapFailed(DeploymentError):
+    """The kernel or the driver refused to move memory while one generation took the place of another. The weights are
+    what they were before if ``intact``; else nobody may compute with them, and the process should end."""
+
+    code = "swap_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        where: object = None,
+        next_step: str | None = None,
+        intact: bool = True,
+    ) -> None:
+        super().__init__(message, expected=expected, found=found, where=where, next_step=next_step)
+        self.intact = intact
 
 
 class SnapshotUnwritable(DeploymentError):
@@ -304,6 +344,21 @@ class SnapshotMismatch(ConfigurationError):
     code = "snapshot_mismatch"
 
 
+class PushMismatch(ConfigurationError):
+    """What a trainer pushed is not what the daemon's plan needs: a name, shape, dtype or box, or something is missing.
+    What is served has not changed.
+    """
+
+    code = "push_mismatch"
+
+
+class SwapRefused(ConfigurationError):
+    """A generation cannot take the place of the one in use: it has another layout, or this process has written to
+    parameters that it would lose. The message names what. Nothing was exchanged."""
+
+    code = "swap_refused"
+
+
 class InvalidOption(ConfigurationError):
     """An option's value is not one that can be used."""
 
@@ -445,6 +500,13 @@ class BindError(ContractError):
     code = "bind"
 
 
+class BarrierError(ContractError):
+    """Weights were to be exchanged while somebody may compute with them, or a barrier was used in a way that holds
+    nobody. Nothing was exchanged."""
+
+    code = "barrier"
+
+
 def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
     found = {cls.code: cls}
     for child in cls.__subclasses__():
@@ -454,3 +516,17 @@ def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
 
 ERRORS_BY_CODE: dict[str, type[WeightCacheError]] = _leaves(WeightCacheError)
 """Wire code → class, for turning a refusal or a worker's failure back into an error."""
+
+
+def error_from(fields: Mapping[str, Any]) -> WeightCacheError:
+    """The error that another process of ours reported as ``code``, ``message``, ``expected``, … (its ``as_fields``)."""
+    kind = ERRORS_BY_CODE.get(str(fields.get("code")), WeightCacheError)
+    if kind is CacheConfigMismatch:
+        kind = WeightCacheError  # is made from differing fields, and only clients raise it
+    return kind(
+        str(fields.get("message")),
+        expected=fields.get("expected"),
+        found=fields.get("found"),
+        where=fields.get("where"),
+        next_step=fields.get("next_step"),
+    )

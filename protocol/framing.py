@@ -140,6 +140,26 @@ def decode_body(dialect: Dialect, header: Header, body: bytes | bytearray | memo
         raise ProtocolError(f"not a valid {kind.__name__}", found=_brief(error), where=dialect.name) from error
 
 
+def decode_frame(dialect: Dialect, data: bytes | bytearray | memoryview) -> Message:
+    """The message of one whole frame that carries no descriptors, as the control plane's ZeroMQ messages are. Raises
+    ProtocolError.
+    """
+    if len(data) < HEADER.size:
+        raise ProtocolError(
+            "too short for a frame", expected=f"at least {HEADER.size} bytes", found=len(data), where=dialect.name
+        )
+    view = memoryview(data)
+    header, body = decode_header(dialect, view[: HEADER.size]), view[HEADER.size :]
+    if len(body) != header.body_nbytes:
+        raise ProtocolError(
+            "the body's length is not the one announced",
+            expected=header.body_nbytes,
+            found=len(body),
+            where=dialect.name,
+        )
+    return decode_body(dialect, header, body)
+
+
 class _ItemBudget:
     """Counts what the containers of one body hold, so that many small ones cost no more than one large one."""
 

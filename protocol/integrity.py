@@ -24,7 +24,11 @@ def differing_rows(manifest: Manifest, segments: Sequence[SegmentBytes]) -> list
 
     Raises TransferError for a row that lies about its shape.
     """
-    rows = [row for row in manifest if row.alias_of is None]
+    return differing_among([row for row in manifest if row.alias_of is None], segments)
+
+
+def differing_among(rows: Sequence[Row], segments: Sequence[SegmentBytes]) -> list[str]:
+    """The same for some rows."""
 
     def differs(row: Row) -> bool:
         hasher = xxhash.xxh3_128()  # its `update` lets other threads run meanwhile, the one-shot function does not

@@ -20,7 +20,10 @@ PROTOCOL_VERSION = 1
 CLIENT_BODY_MAX_BYTES = 64 * 1024
 DAEMON_BODY_MAX_BYTES = 1024 * 1024
 GRANT_FDS_MAX = 64
+GENERATIONS_MAX = 64
+"""That one daemon holds at a time."""
 WAIT_MAX_S = 24 * 3600.0
+EVENT_DROPS_MAX = 64
 TEXT_MAX_CHARACTERS = 4096
 """Of a text that says what went wrong: several of them fit a frame, whatever they hold."""
 
@@ -86,6 +89,37 @@ class Release(Message):
 
     quarantined_only: bool = False
     """Give up only what is held and not served, and go on serving."""
+
+
+BUCKET_MIN_NBYTES = 64 * 1024
+BUCKET_MAX_NBYTES = 1 << 30
+BUCKETS_MAX = GRANT_FDS_MAX - 1
+
+
+class Stage(Message):
+    """A trainer will push the weights of a change that this daemon prepares (``control.FromTrainer``). The daemon says
+    :class:`Loading` until it can take them, then :class:`Staged`. The connection is held until the change is prepared:
+    its end before that gives up the change here, and :class:`Refused` on it says why the daemon did. Only root and the
+    daemon's own user may say it.
+    """
+
+    client_version: ShortText
+    name: ShortText
+    pid: Count
+    transaction: Hex32
+    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=4096)]
+    bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
+
+
+class Switch(Message):
+    """On a lease: ask for another generation, by its id or its version; with neither for the one granted now.
+
+    Answered with a :class:`Grant` and its descriptors, or ``Refused``: ``generation_gone`` where it is not held here.
+    From the grant on the lease is of that generation; a refusal leaves it what it was.
+    """
+
+    generation: Hex32 | None = None
+    version: ShortText | None = None
 
 
 class Status(Message):
@@ -186,6 +220,10 @@ class Event(Message):
     kind: Literal["published", "draining", "failed"]
     generation: Hex32 | None
     message: LongText
+    version: ShortText | None = None
+    """Of ``published``: that of ``generation``, for ranks to compare before they use it."""
+    drops: Annotated[tuple[ShortText, ...], Field(strict=False, max_length=EVENT_DROPS_MAX)] = ()
+    """Of ``published``: what an engine has to drop when it switches, because it was computed from other weights."""
 
 
 class Released(Message):
@@ -193,6 +231,19 @@ class Released(Message):
 
     generations: Count
     resident_nbytes: Count
+
+
+class Staged(Message):
+    """Weights can be pushed. Carries ``1 + bucket_count`` descriptors: a connected socket to the worker, on which the
+    messages of ``push_messages.py`` are said, then each bucket, writable memory that can be neither shrunk nor grown.
+    """
+
+    generation: Hex32
+    """What it will be when it is prepared."""
+    base_version: ShortText
+    """Of the generation that is served, which the push is on top of: the one of its two that never changes."""
+    bucket_nbytes: Count
+    bucket_count: Count
 
 
 class LeaseInfo(Message):
@@ -204,6 +255,30 @@ class LeaseInfo(Message):
     age_s: Seconds
     silent_s: Seconds = 0.0
     """Since the engine was last heard: it gives a sign of life every few seconds."""
+
+
+Standing = Literal["current", "previous", "prepared"]
+"""``current`` is granted; ``previous`` is held for rollback, or because it is leased or pinned; ``prepared`` waits for
+a decision and is granted to nobody."""
+
+
+class GenerationInfo(Message):
+    """One generation that a daemon holds."""
+
+    generation: Hex32
+    version: ShortText
+    receipts_version: ShortText
+    standing: Standing
+    origin: LongText
+    """Where the weights came from, for people: a path, or who pushed them."""
+    digest: Hex64 | None
+    resident_nbytes: Count
+    leases: Count
+    pinned: bool
+    pinned_for_s: Seconds | None = None
+    """Of a pin that ends by itself: after an adoption engines get time to resume their leases."""
+    age_s: Seconds
+    """Since it was published or prepared here."""
 
 
 VaultState = Literal["none", "unproven", "kept", "dropped"]
@@ -280,6 +355,8 @@ class Report(Message):
     """Why adopted weights are not proven (yet). They are served all the same."""
     generations: Count = 0
     """How many are held, quarantined ones included."""
+    held: Annotated[tuple[GenerationInfo, ...], Field(strict=False, max_length=GENERATIONS_MAX)] = ()
+    """Those that are served or may be, the current one first, then the others, the newest first."""
     quarantined: Annotated[tuple[Hex32, ...], Field(strict=False)] = ()
     """Held, but not served: their adoption failed too often."""
     quarantined_nbytes: Count = 0
@@ -339,7 +416,7 @@ class Dialect:
 
 CLIENT_TO_DAEMON = Dialect(
     "client to daemon",
-    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release},
+    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch, 7: Stage},
     body_max_bytes=CLIENT_BODY_MAX_BYTES,
     fds_max=0,
     items_max=4 * 1024,
@@ -347,7 +424,7 @@ CLIENT_TO_DAEMON = Dialect(
 )
 DAEMON_TO_CLIENT = Dialect(
     "daemon to client",
-    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released},
+    {64: Loading, 65: Grant, 66: Unproven, 67: Refused, 68: Report, 69: Pong, 70: Event, 71: Released, 72: Staged},
     body_max_bytes=DAEMON_BODY_MAX_BYTES,
     fds_max=GRANT_FDS_MAX,
     items_max=256 * 1024,

@@ -36,3 +36,11 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns as wide as their widest cell; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def duration(seconds: float) -> str:
+    """``5s``, ``12m``, ``3h``, ``8d``: the largest unit that fits, whole."""
+    for unit, size_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size_s:
+            return f"{seconds // size_s:.0f}{unit}"
+    return f"{seconds:.0f}s"

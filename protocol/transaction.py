@@ -26,7 +26,7 @@ from weightcached.protocol.errors import UpdateConflict
 
 COMMITTED_MAX = 8
 """Decisions to commit that are remembered. Only the latest can be unknown to a rank: none prepares on top of one that
-it has not applied."""
+it has not applied. Those before it are remembered for commands that come late."""
 ABORTED_MAX = 64
 """Decisions to abort that are remembered; one that is forgotten is unknown, and is written down again when asked."""
 
@@ -34,9 +34,17 @@ ABORTED_MAX = 64
 class Outcome(StrEnum):
     OPEN = "open"
     COMMITTED = "committed"
+    """And nothing else since: whoever has it prepared switches."""
+    SUPERSEDED = "superseded"
+    """Committed, and another change since. No rank that has not applied it is left, for the next one was prepared
+    everywhere on top of it: who has it prepared *again*, by a command that came late, drops it."""
     ABORTED = "aborted"
     UNKNOWN = "unknown"
     """The leader has no record of it: it lost its vault, or the change was aborted long ago."""
+
+    @property
+    def is_commit(self) -> bool:
+        return self in (Outcome.COMMITTED, Outcome.SUPERSEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,8 @@ class Ledger:
             return Decision(transaction, Outcome.OPEN)
         for decided in self.committed:
             if decided.transaction == transaction:
-                return decided
+                is_last = decided is self.committed[-1]
+                return decided if is_last else dataclasses.replace(decided, outcome=Outcome.SUPERSEDED)
         outcome = Outcome.ABORTED if transaction in self.aborted else Outcome.UNKNOWN
         return Decision(transaction, outcome)
 
@@ -115,7 +124,7 @@ class Ledger:
     def commit(self, transaction: str, prepared: Prepared | None) -> Ledger:
         """The record with ``transaction`` committed: rule 1 and 2, or UpdateConflict."""
         found = self.decision(transaction)
-        if found.outcome is Outcome.COMMITTED:
+        if found.outcome.is_commit:
             return self
         if found.outcome is not Outcome.OPEN or prepared is None or prepared.transaction != transaction:
             raise UpdateConflict(
@@ -132,7 +141,7 @@ class Ledger:
         found = self.decision(transaction)
         if found.outcome is Outcome.ABORTED:
             return self
-        if found.outcome is Outcome.COMMITTED:
+        if found.outcome.is_commit:
             raise UpdateConflict(
                 "this change is committed", found=transaction, next_step="roll back with `weightcached rollback`"
             )
@@ -172,7 +181,7 @@ def action(prepared: Prepared, decision: Decision) -> Action:
     """Rule 4. UpdateConflict where the leader committed another version than is prepared here: neither is used, and
     what is served stays.
     """
-    if decision.outcome is Outcome.ABORTED:
+    if decision.outcome in (Outcome.ABORTED, Outcome.SUPERSEDED):
         return Action.DROP
     if decision.outcome is not Outcome.COMMITTED:
         return Action.WAIT

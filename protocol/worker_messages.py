@@ -31,6 +31,16 @@ LoadStrategy = Literal["auto", "read", "prefetch", "direct", "mmap"]
 """How bytes get from files into segments; what each is for is the loader's to say."""
 
 
+class Push(Message):
+    """The weights come from a trainer. Of the job's descriptors the first is the socket to it, the second the manifest
+    of the generation that is served; with ``partial`` its segments follow, of which is taken what is not pushed.
+    """
+
+    partial: bool
+    bucket_nbytes: Count
+    bucket_count: Count
+
+
 class Job(Message):
     """Load this. ``config`` is a whole CacheConfig as plain values (``CacheConfig.model_dump()``)."""
 
@@ -45,6 +55,8 @@ class Job(Message):
     strategy: LoadStrategy = "auto"
     engine_arguments: Annotated[tuple[LongText, ...], Field(strict=False)] = ()
     """Of the engine that ``config`` names as the maker of its layout, where there is one."""
+    push: Push | None = None
+    """Fill the segments with what a trainer pushes: of the checkpoint only the headers are read."""
 
 
 class Planned(Message):
@@ -65,8 +77,9 @@ class Planned(Message):
 
 
 class Memory(Message):
-    """Carries one writable descriptor per segment: its blank card, where the memory is the worker's to allocate.
-    ``version`` and ``receipts_version`` go into the manifest.
+    """Carries one writable descriptor per segment (its blank card, where the memory is the worker's to allocate), and
+    for a push a readable one per bucket after them. ``version`` and ``receipts_version`` go into the manifest, unless a
+    trainer assigns others.
     """
 
     version: ShortText
@@ -94,6 +107,8 @@ class Done(Message):
     bytes_kept: Count
     """What became part of a parameter."""
     seconds: dict[str, Seconds]
+    assigned_version: ShortText | None = None
+    """Of a push."""
 
 
 class Failed(Message):

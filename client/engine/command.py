@@ -21,6 +21,7 @@ from typing import Any
 
 from weightcached.client.attach import attach
 from weightcached.client.engine import model
+from weightcached.client.engine.following import Following
 from weightcached.client.engine.options import EngineOptions, parse, serve_command
 from weightcached.client.engine.refusal import RequestRefused
 from weightcached.client.engine.server import EngineServer
@@ -130,6 +131,11 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     with stages.stage("weights" if weights is None else "module and bind"):
         module = model.load(recipe, weights, dtype=options.dtype)
     service = Service(recipe, module, weights, mode=options.mode)
+    if options.follow:
+        if weights is None or weights.lease is None:
+            _log.warning("these weights are not a daemon's: --follow has nothing to follow")
+        else:
+            service.following = resources.enter_context(Following(weights.follow(), service.switch_to))
     stages.note("weights", _provenance(service))
     return service
 
@@ -150,6 +156,7 @@ def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> Weig
         "wait_for_daemon_s": options.wait_for_daemon_s,
         "engine_name": "weightcached-engine",
         "on_stale": options.on_stale,
+        "want": "current" if options.follow else "checkpoint",
         "allow_uids": options.allow_uids,
     }
     if options.layout == "hf":

@@ -50,6 +50,7 @@ class EngineOptions:
     timeout_s: float = 600.0
     wait_for_daemon_s: float = 0.0
     on_stale: Literal["keep", "exit"] = "keep"
+    follow: bool = False
     allow_uids: Sequence[int] = ()
     """Trusted as the daemon's user, beside root and our own."""
     token_ids: bool = False
@@ -129,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         default="keep",
         help="when the daemon was started anew and serves other weights: keep those at hand, or exit, to be started "
         "again by a supervisor (default: %(default)s)",
+    )
+    add(
+        "--follow",
+        action="store_true",
+        help="take whatever the daemon has committed, and switch to what it publishes later, between two answers "
+        "(default: exactly the checkpoint's content, until the end)",
     )
     add(
         "--allow-uid",

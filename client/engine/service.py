@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from weightcached.client.barrier import Barrier
 from weightcached.client.engine.embed import Encoder
+from weightcached.client.engine.following import Following
 from weightcached.client.engine.generate import Decoder, Generation
 from weightcached.client.engine.refusal import RequestRefused
+from weightcached.client.transformers.switching import swap_in
 
 if TYPE_CHECKING:
     from weightcached.client.engine.model import Recipe
+    from weightcached.client.following import Published
+    from weightcached.client.swap import Swapped
     from weightcached.client.weights import WeightSet
 
 
@@ -26,6 +31,10 @@ class Service:
 
     def __init__(self, recipe: Recipe, module: Any, weights: WeightSet | None, *, mode: str) -> None:
         self.kind = recipe.kind
+        self.following: Following | None = None
+        """Who switches to what the daemon publishes, if anybody does."""
+        self._module = module
+        self._barrier = Barrier() if weights is None else weights.barrier
         self._recipe = recipe
         self._weights = weights
         self._mode = mode
@@ -56,13 +65,27 @@ class Service:
         with self._counts:
             self._in_flight += 1
         try:
-            with self._model:
+            with self._model, self._barrier.reading("an answer"):
                 yield
             with self._counts:
                 self._answered += 1
         finally:
             with self._counts:
                 self._in_flight -= 1
+
+    def switch_to(self, published: Published, *, timeout_s: float) -> Swapped:
+        """Use what was published from the next answer on; those under way are finished first, within ``timeout_s``.
+
+        Nothing is to be dropped here: caches live for one answer. Raises what staging and swapping raise.
+        """
+        weights = self._weights
+        if weights is None:
+            raise ValueError("there are no weights of a daemon to switch")
+        with (
+            weights.stage(generation=published.generation, timeout_s=timeout_s) as staged,
+            self._barrier.stopped(timeout_s=timeout_s) as stopped,
+        ):
+            return swap_in(self._module, weights, staged, stopped)
 
     def status(self) -> dict[str, Any]:
         """What `/status` shows: model, weights with their lease, and counts. Never waits for an answer under way."""
@@ -74,7 +97,7 @@ class Service:
             "kind": self.kind,
             "dtype": self._dtype,
             "weight_cache_mode": self._mode,
-            "weights": {**self.weights_fields(), "lease": self._lease_fields()},
+            "weights": {**self.weights_fields(), "lease": self._lease_fields(), "following": self._following_fields()},
             "requests": counts,
         }
 
@@ -88,6 +111,9 @@ class Service:
             "generation": self._weights.generation,
             "resident_bytes": self._weights.resident_bytes,
         }
+
+    def _following_fields(self) -> dict[str, Any] | None:
+        return None if self.following is None else self.following.status()
 
     def _lease_fields(self) -> dict[str, str | int | None] | None:
         """The lease's state with the reason unless it is ``connected``, what stands in the way of resuming it, and how

@@ -80,10 +80,14 @@ def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_confi
         )
 
 
-def give_buffers_memory(model: Any, storages: Iterable[int]) -> None:
-    """Buffers that lie in the weights' memory (``storages``: addresses) are copied: modules write to theirs."""
+def give_buffers_memory(model: Any, storages: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers that lie in the weights' memory (``storages``: addresses) are copied: modules write to theirs.
+
+    Each copy with what it was copied from.
+    """
     mapped = frozenset(storages)
     own: dict[int, torch.Tensor] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or _address(buffer) not in mapped:
@@ -91,7 +95,9 @@ def give_buffers_memory(model: Any, storages: Iterable[int]) -> None:
             if id(buffer) not in own:
                 own[id(buffer)] = buffer.clone()
                 own[id(buffer)]._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be made anew
+                copies.append((own[id(buffer)], buffer))
             module._buffers[name] = own[id(buffer)]
+    return copies
 
 
 def require_mapped(model: Any, storages: Iterable[int], *, without: Iterable[str]) -> None:

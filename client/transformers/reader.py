@@ -14,6 +14,7 @@ from typing import Any
 from weightcached.client.transformers import fit
 from weightcached.client.transformers.engine import ADAPTER
 from weightcached.client.transformers.hooks import Found
+from weightcached.client.transformers.switching import remember_copies
 from weightcached.client.weights import WeightSet
 
 Source = Callable[[Path], WeightSet | None]
@@ -70,7 +71,7 @@ class CacheReader:
             model._weight_conversions = None  # as of a model that was not loaded: saved as its class is by default
         storages = fit.storages_of(tensors.values())
         info = result[0] if isinstance(result, tuple) else result
-        fit.give_buffers_memory(model, storages)
+        remember_copies(model, fit.give_buffers_memory(model, storages))
         lacking = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
         fit.require_mapped(model, storages, without=lacking)
         if engine_made and load_config.hf_quantizer is not None:

@@ -21,14 +21,14 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightcached.client.timing import Stages
-from weightcached.client.vllm import obtain
+from weightcached.client.vllm import obtain, swapping
 from weightcached.client.vllm.adapter import key_of
-from weightcached.client.vllm.agreement import obtain_together
 from weightcached.client.vllm.in_place import bind_in_place, require_servable, sharing_of, without_packing
 from weightcached.client.vllm.options import parse
 from weightcached.client.vllm.processed import bind_processed, require_processed
 from weightcached.client.vllm.ranks import parallel_of
 from weightcached.client.vllm.report import LoadReport, own_memory_nbytes
+from weightcached.client.vllm.together import obtain_together
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.errors import DaemonAbsent, UnsupportedModel
 from weightcached.protocol.hub import resolve
@@ -74,6 +74,7 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
                 raise
             weakref.finalize(model, weights.close)
             sharing = sharing_of(model, weights)
+            swapping.remember(model, weights, sharing.made_anew)
             report = LoadReport(
                 source="daemon",
                 place=found.place,

@@ -18,7 +18,7 @@ import os
 import weakref
 from contextlib import suppress
 
-from weightcached.protocol.errors import TransferError, UnsupportedModel, WeightCacheError
+from weightcached.protocol.errors import SwapRefused, TransferError, UnsupportedModel, WeightCacheError
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.cuda import devices
 from weightcached.protocol.memory.cuda.context import Context
@@ -147,6 +147,24 @@ class IpcMapping(Owned):
             expected="weights of memory kind host or cuda-vmm",
             next_step="write to copies only (weights.copies()); restart the daemon to have the weights as they were",
         )
+
+    def exchange(self, other: IpcMapping) -> None:
+        """Raises SwapRefused: an address is the driver's, and stands for this memory alone."""
+        raise SwapRefused(
+            "memory of kind cuda-ipc has no other at its addresses",
+            expected="weights of memory kind host or cuda-vmm",
+            found="memory that was opened by a handle",
+            next_step="restart the engine to change over to what is served now",
+        )
+
+    def written(self) -> list[tuple[int, int]]:
+        """None: there are no pages of one's own."""
+        return []
+
+    def settle(self) -> None:
+        """Wait for whatever this process still computes with the device."""
+        with self.context.current():
+            self.context.synchronize()
 
     def populate(self) -> None:
         """Nothing to do: the driver maps all of it at once."""

@@ -15,8 +15,9 @@ import functools
 import os
 import stat
 
-from weightcached.protocol.errors import DeviceFailed, TransferError, WeightCacheError
+from weightcached.protocol.errors import DeviceFailed, SwapFailed, SwapRefused, TransferError, WeightCacheError
 from weightcached.protocol.memory.cuda import driver, mappings, physical
+from weightcached.protocol.memory.cuda.context import Context
 from weightcached.protocol.memory.on_device import DeviceBytes, OnDevice, as_array
 
 _SAID_OF_DESCRIPTORS = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE"})
@@ -138,6 +139,57 @@ class DeviceMapping:
         """Map the same memory at the same addresses again. Safe to call twice. ValueError once closed."""
         if not self.mapped:
             self._addresses.map(self._allocation, writable=self._writable)
+
+    def exchange(self, other: DeviceMapping) -> None:
+        """Map the memory of ``other`` at this address, and keep for ``other`` what was mapped here, unmapped; one that
+        is unmapped itself stays so. All work with the memory must have ended (:meth:`settle`).
+
+        SwapRefused for another size. SwapFailed where the driver refuses: this is then mapped as it was, or the message
+        says that it is not.
+        """
+        if self.closed or other.closed:
+            raise ValueError("the mapping was closed")
+        if self.nbytes != other.nbytes:
+            raise SwapRefused("segments of other sizes", expected=f"{self.nbytes} bytes", found=f"{other.nbytes} bytes")
+        if self.mapped:
+            self._show(other._allocation)
+        other._addresses.unmap()
+        self._allocation, other._allocation = other._allocation, self._allocation
+
+    def _show(self, allocation: physical.Allocation) -> None:
+        try:
+            self._addresses.unmap()
+            self._addresses.map(allocation, writable=self._writable)
+        except WeightCacheError as failure:
+            try:
+                self.remap()
+            except WeightCacheError as error:
+                raise SwapFailed(
+                    "a segment was unmapped, and neither the new one nor itself could be mapped at its address",
+                    expected=f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}",
+                    found=f"{failure}, then {error}",
+                    next_step="the weights in use are not mapped: remap() tries again; else end this process",
+                    intact=False,
+                ) from failure
+            raise SwapFailed(
+                "the new segment cannot be mapped in; the weights in use are what they were",
+                expected=failure.expected,
+                found=f"{failure.message}: {failure.found}",
+                next_step=failure.next_step,
+            ) from failure
+
+    def written(self) -> list[tuple[int, int]]:
+        """None: what is mapped read-only was not written to."""
+        return []
+
+    def settle(self) -> None:
+        """Block until all work of this process's primary context on the device has ended. Raises what failed in it."""
+        context = Context(self.device)
+        try:
+            with context.current():
+                context.synchronize()
+        finally:
+            context.close()
 
     def view(self) -> DeviceBytes:
         """Its bytes, copied to the host piece by piece as they are asked for."""

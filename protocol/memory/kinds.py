@@ -8,7 +8,7 @@ whatever the segments are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.admission import Room
@@ -33,7 +33,9 @@ class SegmentMapping(Protocol):
     """Of the segment; what is mapped may be rounded up."""
     resident_nbytes: int
     """What the segment takes of the memory."""
-    address: int
+
+    @property
+    def address(self) -> int: ...
 
     @property
     def closed(self) -> bool: ...
@@ -51,6 +53,21 @@ class SegmentMapping(Protocol):
 
     def populate(self) -> None:
         """Enter every page into this process's page table, where that is done page by page."""
+
+    def exchange(self, other: Self, /) -> None:
+        """Show here what ``other`` shows, at the address that stays, and keep for ``other`` what was shown here. Again
+        is the way back. Nobody may touch either meanwhile, or have views of ``other``.
+
+        SwapRefused for another size. SwapFailed, DeviceFailed: then both are what they were, or the message says so.
+        """
+
+    def written(self) -> list[tuple[int, int]]:
+        """[start, stop) of the bytes, in whole pages, that this process has of its own because it wrote there. Goes
+        through all pages where there can be any. OSError where the system does not tell.
+        """
+
+    def settle(self) -> None:
+        """Wait for whatever this process still computes with the memory by itself, on a device."""
 
 
 class MemoryKind(Protocol):

@@ -25,10 +25,10 @@ They talk over real Unix sockets with real descriptors; no test framework is nee
 To test a client, put a :class:`LyingDaemon` at the place's socket path and attach; to test a daemon, point a
 :class:`LyingClient` at its socket.
 
-- Steps: ``Send`` and ``Receive`` (and ``ReceiveToEnd``, ``AnswerPings``) are honest. ``SendRaw`` sends any bytes with
-  any descriptors, ``Drip`` a few bytes at a time, ``Flood`` until the socket is full, ``Repeat`` does a step for ever,
-  ``Stall`` says nothing, ``HalfClose``, ``Close`` and ``Reset`` end the connection, ``Die`` ends the daemon. A step of
-  one's own is any object with ``run(wire)``.
+- Steps: ``Send`` and ``Receive`` (and ``ReceiveToEnd``, ``AnswerPings``, ``AnswerSwitches``) are honest.
+  ``SendRaw`` sends any bytes with any descriptors, ``Drip`` a few bytes at a time, ``Flood`` until the socket is full,
+  ``Repeat`` does a step for ever, ``Stall`` says nothing, ``HalfClose``, ``Close`` and ``Reset`` end the connection,
+  ``Die`` ends the daemon. A step of one's own is any object with ``run(wire)``.
 - :func:`frame` makes a frame's bytes with any part replaced. To cut a frame short, slice it; to merge two, add them; to
   announce descriptors that do not come, ``frame(message, fd_count=3)``. :func:`frame_lies` is a collection that every
   reader must refuse.
@@ -41,6 +41,7 @@ from weightcached.protocol.testing.frames import frame, frame_lies, nested_lists
 from weightcached.protocol.testing.grants import HonestGrant, TensorBytes, honest_grant, sealed_memory
 from weightcached.protocol.testing.steps import (
     AnswerPings,
+    AnswerSwitches,
     Close,
     Die,
     Drip,
@@ -61,6 +62,7 @@ from weightcached.protocol.testing.steps import (
 
 __all__ = [
     "AnswerPings",
+    "AnswerSwitches",
     "Close",
     "Die",
     "Drip",

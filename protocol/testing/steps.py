@@ -18,7 +18,7 @@ from typing import Protocol
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.framing import Frame, FrameSender, PeerClosed
-from weightcached.protocol.messages import Message, Ping, Pong
+from weightcached.protocol.messages import Grant, Message, Ping, Pong, Refused, Switch
 from weightcached.protocol.testing.frames import frame
 
 
@@ -158,6 +158,47 @@ class AnswerPings:
             said = wire.messages[-1]
             if isinstance(said, Ping):
                 Send(Pong(token=said.token)).run(wire)
+
+
+@dataclass(frozen=True)
+class AnswerSwitches:
+    """Answer every ``Switch`` with the grant of that generation or version, or with neither of ``current``, and every
+    ``Ping``, until the peer closes the connection. What is not among ``grants`` is gone.
+    """
+
+    grants: Sequence[Granted]
+    current: Granted | None = None
+
+    def run(self, wire: Wire) -> None:
+        while wire.wait(select.POLLIN):
+            try:
+                Receive().run(wire)
+            except PeerClosed as error:
+                if error.mid_frame:
+                    raise
+                return
+            said = wire.messages[-1]
+            if isinstance(said, Ping):
+                Send(Pong(token=said.token)).run(wire)
+            elif isinstance(said, Switch):
+                self._answer(said).run(wire)
+
+    def _answer(self, said: Switch) -> Send:
+        if said.generation is None and said.version is None and self.current is not None:
+            return self.current.step()
+        for grant in self.grants:
+            if grant.message.generation == said.generation or grant.message.version == said.version:
+                return grant.step()
+        return Send(Refused(code="generation_gone", message="not held here", found=f"{said}"))
+
+
+class Granted(Protocol):
+    """As ``HonestGrant``."""
+
+    @property
+    def message(self) -> Grant: ...
+
+    def step(self) -> Send: ...
 
 
 @dataclass(frozen=True)

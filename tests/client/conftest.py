@@ -19,11 +19,13 @@ import torch  # noqa: F401
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.resources import nothing_left_behind
+from tests.support.swaps import generations
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.places import Place, host_device
 from weightcached.protocol.testing import (
+    AnswerSwitches,
     Close,
     HonestGrant,
     LyingDaemon,
@@ -128,6 +130,21 @@ def attached(model: Path, place: Place) -> Callable[..., WeightSet]:
         return attach(model, **asked)  # type: ignore[arg-type]
 
     return run
+
+
+@pytest.fixture
+def grants(config: CacheConfig) -> Iterator[list[HonestGrant]]:
+    """Three generations of one layout (tests/support/swaps.py)."""
+    with generations(config, 1, 2, 3) as made:
+        yield made
+
+
+@pytest.fixture
+def swappable(grants: list[HonestGrant], place: Place, attached: Callable[..., WeightSet]) -> Iterator[WeightSet]:
+    """Generation 1, from a daemon that has three and grants the second now."""
+    script: list[Step] = [Receive(), grants[0].step(), AnswerSwitches(grants, current=grants[1])]
+    with LyingDaemon(place.socket_path, script), attached() as weights:
+        yield weights
 
 
 @pytest.fixture

@@ -43,6 +43,10 @@ def metrics_of(report: Report = READY, **changes: object) -> dict:
         ("quarantined_generations", {}, 1),
         ("quarantined_bytes", {}, 1 << 20),
         ("unexplained_bytes", {}, 1 << 20),
+        ("held_bytes", {"standing": "current"}, 1 << 30),
+        ("held_bytes", {"standing": "previous"}, 5 << 20),
+        ("held_bytes", {"standing": "prepared"}, 0),
+        ("held_leases", {"standing": "previous"}, 2),
         ("connections", {}, 8),
         ("leases", {"state": "connected"}, 3),
         ("leases", {"state": "detached"}, 2),
@@ -85,7 +89,7 @@ def test_a_histogram_is_cumulative_and_complete() -> None:
 def test_one_state_is_1(state: State) -> None:
     found = metrics_of(state=state.value)
     assert {one: value(found, "state", state=one.value) for one in State} == {one: one is state for one in State}
-    assert value(found, "ready") == (state is State.READY)
+    assert value(found, "ready") == (state in (State.READY, State.UPDATING))
 
 
 def test_what_is_not_known_is_absent() -> None:

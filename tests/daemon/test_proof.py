@@ -5,41 +5,15 @@ import os
 
 import pytest
 
+from tests.support.generations import OURS, generation
 from weightcached.daemon import proof
-from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin
+from weightcached.daemon.generation import Generation
 from weightcached.daemon.proof import Denied, Granted, NeedsOurDigest, NotProven, ProvenReceipts, Verdict
-from weightcached.protocol.config import CacheConfig, Parallel, Provenance
-from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven
-from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.messages import AccountingCounts, Hello
+from weightcached.protocol.messages import Hello
 
-OURS, THEIRS = "a" * 64, "b" * 64
+THEIRS = "b" * 64
 DIGEST, OTHER = "1" * 64, "2" * 64
-
-
-def generation(*, digest: str | None = None, trusted: bool = True) -> Generation:
-    config = CacheConfig(
-        architecture="X", layout="hf", layout_revision=1, parallel=Parallel(tp_size=1, tp_rank=0), model={}
-    )
-    return Generation(
-        id="0" * 32,
-        config=config,
-        memory=OwnedFds(),
-        manifest_nbytes=0,
-        manifest_sha256="0" * 64,
-        segments_nbytes=(),
-        resident_nbytes=0,
-        bytes_kept=0,
-        bytes_read=0,
-        accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),
-        receipts=CheckpointReceipts(OURS, trusted=trusted, rule="ext4 is trusted" if trusted else "fuse is not"),
-        receipts_version=version_of(config.rankless_fingerprint, digest=None, receipts=OURS),
-        digest=digest,
-        provenance=Provenance(path="/model", host="h"),
-        origin=Origin("/model", None),
-        seconds={},
-    )
 
 
 OURSELVES = os.geteuid()

@@ -14,7 +14,10 @@ from weightcached.daemon.state_record import (
     PROVEN_MAX,
     SLOT_NBYTES,
     BoundSocket,
+    CommittedRecord,
     GenerationRecord,
+    LedgerRecord,
+    PreparedRecord,
     ReceiptsRecord,
     StateFile,
     StateRecord,
@@ -40,6 +43,9 @@ def generation(**changes: object) -> GenerationRecord:
         model_dir="/models/ä",
         hub_id="org/name",
         proven_receipts=("e" * 64,),
+        under_model="/models/before",
+        pushed_by="a trainer",
+        staged=True,
     )
     return record.model_copy(update=changes)
 
@@ -52,7 +58,14 @@ FULL = StateRecord(
     generations=(generation(), generation(id="f" * 32, digest=None, hub_id=None)),
     quarantined=("1" * 32,),
     pins=("2" * 32,),
-    prepared="3" * 32,
+    vault_id="4" * 32,
+    prepared=PreparedRecord(transaction="5" * 32, generation="3" * 32, leader="host-tp0of2", keep=2),
+    ledger=LedgerRecord(
+        open="6" * 32,
+        committed=(CommittedRecord(transaction="7" * 32, version="digest:1", receipts_version="receipts:1"),),
+        aborted=("8" * 32,),
+    ),
+    keep=3,
     bound=BoundSocket(device=1 << 40, inode=1 << 62),
 )
 

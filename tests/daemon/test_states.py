@@ -19,7 +19,10 @@ LEGAL = {
     ("loading", "ready"),
     ("loading", "failed"),
     ("loading", "draining"),
+    ("ready", "updating"),
     ("ready", "draining"),
+    ("updating", "ready"),
+    ("updating", "draining"),
     ("failed", "draining"),
     ("draining", "stopped"),
 }
@@ -28,6 +31,7 @@ ROUTES = {
     "adopting": ["adopting"],
     "loading": ["loading"],
     "ready": ["loading", "ready"],
+    "updating": ["loading", "ready", "updating"],
     "failed": ["failed"],
     "draining": ["draining"],
     "stopped": ["draining", "stopped"],

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.reports import READY
+from tests.support.reports import READY, held
 from weightcached.daemon.seen import Seen
 from weightcached.daemon.status import exit_code, render
 from weightcached.protocol.messages import LeaseInfo
 from weightcached.protocol.places import Place
 
 PLACE = Place(Path("/run/weightcached"), "default", "host-tp0of1")
-QUIET: dict[str, Any] = {"leases": (), "lease_count": 0, "quarantined": (), "vault": "kept"}
+QUIET: dict[str, Any] = {"leases": (), "lease_count": 0, "quarantined": (), "held": (), "vault": "kept"}
 
 
 def lines(**changes: Any) -> list[str]:
@@ -45,6 +45,18 @@ def test_trouble_is_said(changes: dict[str, Any], said: str) -> None:
     assert line.startswith(f"default/host-tp0of1: {said}")
 
 
+def test_what_is_held_beside_what_is_served_is_a_line_each() -> None:
+    current, pinned = held("a" * 32), held("c" * 32, pinned=True)
+    previous = held("e" * 32, standing="previous", resident_nbytes=2048, leases=1, pinned=True, pinned_for_s=30.0)
+    prepared = held("f" * 32, standing="prepared", leases=0)
+    [_, _, first, second] = lines(held=(current, prepared, previous))
+    assert "prepared generation ffffffffffff" in first
+    assert first.endswith("0 leases, from /models/a")
+    assert second.endswith("2.0 KiB, 1 lease, pinned for 30s, from /models/a")
+    assert len(lines(held=(current,))) == 2
+    assert lines(held=(pinned,))[2].endswith("3 leases, pinned, from /models/a")
+
+
 def test_an_engine_that_is_silent_is_named() -> None:
     heard = LeaseInfo(pid=1, uid=0, name="heard", age_s=90.0, silent_s=6.0)
     silent = LeaseInfo(pid=2, uid=0, name="silent", age_s=90.0, silent_s=75.0)
@@ -54,7 +66,8 @@ def test_an_engine_that_is_silent_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [("ready", 0), ("starting", 1), ("adopting", 1), ("loading", 1), ("failed", 2), ("draining", 2)]
+    ("state", "code"),
+    [("ready", 0), ("updating", 0), ("starting", 1), ("adopting", 1), ("loading", 1), ("failed", 2), ("draining", 2)],
 )
 def test_the_exit_code_goes_by_the_state(state: str, code: int) -> None:
     assert exit_code([Seen(PLACE, report=READY.model_copy(update={"state": state}))]) == code

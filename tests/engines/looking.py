@@ -1,6 +1,7 @@
 """What a worker of vLLM says of itself when it is asked: vLLM's own way to add a method to its workers.
 
-Imported by vLLM's processes (``worker_extension_cls``), so it imports nothing of the tests.
+Imported by vLLM's processes (``worker_extension_cls``), so it imports nothing of the tests. vLLM takes one class; this
+one brings along the one that switches weights.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import dataclasses
 import os
 from typing import Any
 
+from weightcached.client.vllm.switching import WeightSwitching
 
-class Looking:
+
+class Looking(WeightSwitching):
     """Mixed into vLLM's worker."""
 
     model_runner: Any

@@ -100,6 +100,12 @@ class Server:
         """What the workers say of themselves now."""
         return {"workers": self._llm.collective_rpc("look")}
 
+    def switch(self, *, version: str | None = None) -> dict:
+        """Have all ranks take another version of their weights."""
+        from weightcached.client.vllm.switching import switch_weights
+
+        return {"ranks": switch_weights(self._llm, version=version, timeout_s=60)}
+
     def end(self) -> dict:
         """End the engine, if there is one."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

@@ -36,7 +36,7 @@ def loaded(directory: Path, **options: Any) -> bytes:
     """What a worker does with a job: the manifest that would be published. Whatever fails leaves no descriptor."""
     config = build_config(directory, **{"layout": "fused", "tp_size": 1, "tp_rank": 0, **options})
     job = Job(model_dir=str(directory), config=config.model_dump(), generation="1" * 32, keeper_pid=os.getpid())
-    with source_of(job, config, print) as source:
+    with source_of(job, config, OwnedFds(), print) as source:
         source.planned()
         with OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory:
             filled = source.fill(memory[0], lambda done, total: None)
@@ -219,7 +219,7 @@ def test_a_file_rewritten_while_it_is_read_is_named(whole: Path) -> None:
             file.write(b"!")
 
     with (
-        source_of(job, config, print) as source,
+        source_of(job, config, OwnedFds(), print) as source,
         OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory,
         pytest.raises(CheckpointError) as caught,
     ):

@@ -19,7 +19,14 @@ from tests.support.fakecuda import (
     CudaHere,
     FakeDevice,
 )
-from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory, TransferError
+from weightcached.protocol.errors import (
+    DeviceAbsent,
+    DeviceFailed,
+    InsufficientMemory,
+    SwapFailed,
+    SwapRefused,
+    TransferError,
+)
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.cuda_vmm import CudaVmm, DeviceMapping
@@ -114,6 +121,90 @@ def test_a_wake_that_fails_can_be_tried_again(kind: CudaVmm, cuda_here: CudaHere
     mapping.remap()
     assert ctypes.string_at(mapping.address, 7) == b"weights"
     mapping.close()
+
+
+def two_generations(kind: CudaVmm) -> tuple[DeviceMapping, DeviceMapping]:
+    mapped = []
+    for data in (b"generation 1", b"generation 2"):
+        with segment_with(kind, data) as fds:
+            mapped.append(kind.map_private(fds[0], nbytes=NBYTES))
+    return mapped[0], mapped[1]
+
+
+def test_an_exchange_shows_other_memory_at_the_same_address_and_again_is_the_way_back(
+    kind: CudaVmm, cuda_here: CudaHere
+) -> None:
+    used, other = two_generations(kind)
+    address = used.address
+    used.settle()
+    assert cuda_here.fake.calls()[-3:-1] == ["cuCtxSynchronize", "cuCtxPopCurrent"]
+    for expected in (b"generation 2", b"generation 1", b"generation 2"):
+        before = len(cuda_here.fake.calls())
+        used.exchange(other)
+        assert cuda_here.fake.calls()[before : before + 3] == ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
+        assert (used.address, ctypes.string_at(address, 12)) == (address, expected)
+        with open("/proc/self/maps") as maps:
+            [line] = [line for line in maps if line.startswith(f"{address:x}-")]
+        assert line.split()[1] == "r--s"
+    other.close()
+    assert ctypes.string_at(address, 12) == b"generation 2"
+    assert cuda_here.fake.used_nbytes() == 2 * GRANULARITY
+    used.close()
+    assert cuda_here.live() == ""
+
+
+def test_a_mapping_that_sleeps_wakes_with_the_memory_it_was_exchanged_for(kind: CudaVmm) -> None:
+    used, other = two_generations(kind)
+    used.unmap()
+    used.exchange(other)
+    assert not used.mapped
+    used.remap()
+    assert ctypes.string_at(used.address, 12) == b"generation 2"
+    used.close()
+    other.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"])
+def test_an_exchange_that_the_driver_refuses_leaves_what_was_there(
+    kind: CudaVmm, cuda_here: CudaHere, call: str
+) -> None:
+    used, other = two_generations(kind)
+    cuda_here.fake.fail((call, cuda_here.fake.calls(os.getpid()).count(call) + 1, UNKNOWN))
+    with pytest.raises(SwapFailed, match=f"are what they were.*{call}"):
+        used.exchange(other)
+    cuda_here.fake.fail()
+    assert ctypes.string_at(used.address, 12) == b"generation 1"
+    assert ctypes.string_at(other.address, 12) == b"generation 2"
+    used.exchange(other)
+    assert ctypes.string_at(used.address, 12) == b"generation 2"
+    used.close()
+    other.close()
+    assert cuda_here.live() == ""
+
+
+def test_an_exchange_without_a_way_back_says_so_and_a_remap_brings_it_back(kind: CudaVmm, cuda_here: CudaHere) -> None:
+    used, other = two_generations(kind)
+    cuda_here.fake.fail(("cuMemMap", "*", UNKNOWN))
+    with pytest.raises(SwapFailed, match="neither the new one nor itself"):
+        used.exchange(other)
+    cuda_here.fake.fail()
+    assert not used.mapped
+    used.remap()
+    assert ctypes.string_at(used.address, 12) == b"generation 1"
+    used.close()
+    other.close()
+
+
+def test_another_size_is_not_exchanged(kind: CudaVmm) -> None:
+    used, other = two_generations(kind)
+    with segment_with(kind, b"") as fds:
+        smaller = kind.map_private(fds[0], nbytes=NBYTES - 1)
+    with pytest.raises(SwapRefused, match="other sizes"):
+        used.exchange(smaller)
+    for mapping in (used, other, smaller):
+        mapping.close()
+    with pytest.raises(ValueError, match="closed"):
+        used.exchange(other)
 
 
 def test_what_is_no_memory_of_a_device_is_refused_by_name(kind: CudaVmm, tmp_path) -> None:

@@ -108,6 +108,7 @@ PARTS = (
     messages.AccountingCounts,
     messages.SegmentInfo,
     messages.DifferingField,
+    messages.GenerationInfo,
     messages.LeaseInfo,
     messages.Durations,
     Provenance,

@@ -4,7 +4,25 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcached.protocol.messages import Durations, LeaseInfo, Report
+from weightcached.protocol.messages import Durations, GenerationInfo, LeaseInfo, Report
+
+
+def held(generation: str, **changes: Any) -> GenerationInfo:
+    """A generation as it is reported."""
+    fields: dict[str, Any] = {
+        "generation": generation,
+        "version": "digest:" + "b" * 64,
+        "receipts_version": "receipts:" + "c" * 64,
+        "standing": "current",
+        "origin": "/models/a",
+        "digest": "b" * 64,
+        "resident_nbytes": 1 << 30,
+        "leases": 3,
+        "pinned": False,
+        "age_s": 60.0,
+    }
+    return GenerationInfo(**{**fields, **changes})
+
 
 READY = Report(
     daemon_version="1.2.3",
@@ -39,6 +57,7 @@ READY = Report(
     vault="kept",
     proven=True,
     generations=2,
+    held=(held("a" * 32), held("e" * 32, standing="previous", resident_nbytes=5 << 20, leases=2)),
     quarantined=("d" * 32,),
     quarantined_nbytes=1 << 20,
     starts=4,

@@ -12,6 +12,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``eat_at``: a point at which to use up memory until the kernel objects
 - ``release``: a FIFO; with it ``hang_at`` waits for a byte, or until its last writer has closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
+- ``spoil_from_attempt``: do the above only from that attempt on, counted in the same way
 - ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
 - ``keep_mapping``: ``worker`` keeps a writable mapping until it exits, ``child`` leaves it to a process of its own
 """
@@ -56,12 +57,14 @@ NBYTES: int = SCRIPT.get("segment_nbytes", 4096)
 
 def misbehaving() -> bool:
     """Whether this attempt is one of those that the script spoils."""
-    if "only_attempts" not in SCRIPT:
+    if "attempts" not in SCRIPT:
         return True
     with open(SCRIPT["attempts"], "a+", encoding="ascii") as file:
         file.write("attempt\n")
         file.seek(0)
-        return len(file.readlines()) <= SCRIPT["only_attempts"]
+        attempt = len(file.readlines())
+    first, last = SCRIPT.get("spoil_from_attempt", 1), SCRIPT.get("only_attempts", attempt)
+    return bool(first <= attempt <= last)
 
 
 SPOILED = misbehaving()

@@ -69,9 +69,9 @@ def process_leaked() -> None:
     """A helper that is started with a generation that is adopted, and forgotten."""
     adopted = custody.Custody.adopted
 
-    def leak_and_adopt(self: custody.Custody, generation: Generation) -> None:
+    def leak_and_adopt(self: custody.Custody, generation: Generation, *, current: bool) -> None:
         subprocess.Popen(["sleep", "600"])
-        adopted(self, generation)
+        adopted(self, generation, current=current)
 
     custody.Custody.adopted = leak_and_adopt  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""Places that a command names by sizes and ranks: for commands about all daemons of a model, started or not."""
+"""Which places a command is about: those of the ranks that it names, started or not, or all that have a socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.places import DEFAULT_NAME, Place
+from weightcached.protocol.places import DEFAULT_NAME, Place, places_in
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
 
 
@@ -41,3 +41,12 @@ def named_places(given: argparse.Namespace, runtime_dir: Path) -> list[Place] | 
             "there is no such rank", found=", ".join(f"--{kind}-rank {n}" for kind, n in chosen.items())
         )
     return [Place(runtime_dir, given.name or DEFAULT_NAME, device_of(rank)) for rank in ranks]
+
+
+def places_with_socket(runtime_dir: Path, name: str | None) -> list[Place]:
+    """Those of a directory where weights are served, or kept: of one name, or of every name."""
+    return [
+        place
+        for place in places_in(runtime_dir)
+        if (name is None or place.name == name) and place.socket_path.is_socket()
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.client.vllm.agreement import (
+from weightcached.client.agreement import (
     SLOT_NBYTES,
     Standing,
     agree,
@@ -97,7 +97,8 @@ def test_a_slot_that_lies_about_its_length_is_refused() -> None:
 ONE_RANK = """
 import json, sys
 import torch.distributed
-from weightcached.client.vllm.agreement import Standing, exchange
+from weightcached.client.agreement import Standing
+from weightcached.client.vllm.together import exchange
 rank, store, mine = int(sys.argv[1]), sys.argv[2], Standing.model_validate_json(sys.argv[3])
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 print(json.dumps([one.model_dump() for one in exchange(mine, torch.distributed.group.WORLD)]))

@@ -1,0 +1,186 @@
+"""A barrier between those who compute with weights and whoever exchanges them.
+
+Owns :class:`Barrier`: threads say when they compute (:meth:`Barrier.reading`), and one that stops them gets a
+:class:`Stopped`, which is what an exchange demands. Knows nothing of weights. A forked child has its parent's barrier
+with nobody inside.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weightcached.client import forks
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import BarrierError, ReadersInside, WeightCacheError
+
+_NAMES_SHOWN = 8
+
+
+class Barrier:
+    """Readers are inside, or one thread has stopped all of them. Safe to use from any thread.
+
+    Every use of the weights lies in a block of :meth:`reading`: a step, a request, a forward pass. Blocks of one thread
+    may lie within each other. Who asks to stop them is next: new readers wait for it, those inside finish.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, _Reader] = {}
+        self._stopped: Stopped | None = None
+        self._closed: WeightCacheError | None = None
+        forks.in_child(self, Barrier._begin_anew_in_child)
+
+    @contextmanager
+    def reading(self, who: str | None = None) -> Iterator[None]:
+        """In this block the weights stay what they are. Blocks while they are being exchanged. ``who`` is named where
+        an exchange could not wait for the end of the block; else it is the thread's name.
+
+        The thread that has stopped all others may read too. Raises what went wrong where nobody may any more.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            reader = self._inside.get(me)
+            if reader is None:
+                self._changed.wait_for(lambda: self._stopped is None or self._stopped.thread == me)
+                if self._closed is not None:
+                    raise self._closed
+                reader = self._inside[me] = _Reader(who or threading.current_thread().name)
+            reader.depth += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                reader.depth -= 1
+                if not reader.depth and self._inside.get(me) is reader:
+                    del self._inside[me]
+                    self._changed.notify_all()
+
+    @contextmanager
+    def stopped(self, *, timeout_s: float = 30.0) -> Iterator[Stopped]:
+        """In this block nobody else is inside. New readers wait from now on; those inside are waited for.
+
+        Raises ReadersInside, naming them, where that takes longer than ``timeout_s``; new readers then go on.
+        BarrierError in a thread that is itself inside, which would wait for itself.
+        """
+        stopped = Stopped(self)
+        deadline = Deadline.after(timeout_s)
+        with self._changed:
+            self._require_outside(stopped.thread)
+            if not self._changed.wait_for(lambda: self._stopped is None, deadline.remaining_s()):
+                raise self._inside_still("another thread that has stopped the readers", timeout_s)
+            if self._closed is not None:
+                raise self._closed
+            self._stopped = stopped
+            try:
+                if not self._changed.wait_for(lambda: not self._inside, deadline.remaining_s()):
+                    raise self._inside_still(self._names(), timeout_s)
+            except BaseException:
+                self._go_on()
+                raise
+        stopped.begin()
+        try:
+            yield stopped
+        finally:
+            with self._changed:
+                self._go_on()
+            stopped.end()
+
+    def close(self, reason: WeightCacheError) -> None:
+        """From now on ``reason`` is raised to whoever would come in: what lies behind is not to be read any more."""
+        with self._changed:
+            self._closed = reason
+
+    def holds(self, stopped: Stopped) -> bool:
+        """Whether ``stopped`` is the one who has stopped the readers now, and this is its thread."""
+        return self._stopped is stopped and stopped.thread == threading.get_ident()
+
+    def _require_outside(self, me: int) -> None:
+        if me in self._inside or (self._stopped is not None and self._stopped.thread == me):
+            raise BarrierError(
+                "this thread would wait for itself",
+                expected="a thread that is not inside the barrier",
+                found=self._inside[me].who if me in self._inside else "the thread that has stopped the readers",
+                next_step="leave the block of reading() first: exchange weights between steps",
+            )
+
+    def _go_on(self) -> None:
+        self._stopped = None
+        self._changed.notify_all()
+
+    def _names(self) -> str:
+        names = [reader.who for reader in self._inside.values()]
+        more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return ", ".join(names[:_NAMES_SHOWN]) + more
+
+    def _inside_still(self, who: str, timeout_s: float) -> ReadersInside:
+        return ReadersInside(
+            f"readers were still inside the barrier after {timeout_s:g} s; nothing was exchanged",
+            expected="nobody inside",
+            found=who,
+            next_step="allow more time, or let a step be shorter",
+        )
+
+    def _begin_anew_in_child(self) -> None:
+        """No thread of the parent's runs in a forked child, and none of its locks is safe."""
+        self._changed = threading.Condition()
+        me = threading.get_ident()
+        self._inside = {thread: reader for thread, reader in self._inside.items() if thread == me}
+        if self._stopped is not None and self._stopped.thread != me:
+            self._stopped = None
+
+
+class Stopped:
+    """The right to exchange weights: of the thread that entered :meth:`Barrier.stopped`, while its block lasts."""
+
+    def __init__(self, barrier: Barrier) -> None:
+        self.barrier = barrier
+        self.thread = threading.get_ident()
+        self.waited_s = 0.0
+        """How long it took until nobody was inside."""
+        self.seconds: float | None = None
+        """How long nobody was inside: None before the end of the block."""
+        self._afterwards: list[Callable[[], object]] = []
+        self._asked_s = time.perf_counter()
+
+    def begin(self) -> None:
+        self._began_s = time.perf_counter()
+        self.waited_s = self._began_s - self._asked_s
+
+    def end(self) -> None:
+        self.seconds = time.perf_counter() - self._began_s
+        for call in self._afterwards:
+            call()
+
+    def require(self, barrier: Barrier, what: str) -> None:
+        """Raises BarrierError, unless this has stopped the readers of ``barrier`` now, and is asked by its thread."""
+        if self.barrier is barrier and barrier.holds(self):
+            return
+        if self.barrier is not barrier:
+            found = "a block of another barrier"
+        elif self.thread != threading.get_ident():
+            found = "another thread than the one that entered the block"
+        else:
+            found = "a block that is over"
+        raise BarrierError(
+            f"{what} while somebody may compute with them: nothing was exchanged",
+            expected="inside a block of stopped() of the barrier that the weights' readers use",
+            found=found,
+            next_step="with weights.barrier.stopped() as stopped: staged.swap(stopped)",
+        )
+
+    def for_ever(self, reason: WeightCacheError) -> None:
+        """The readers do not go on: ``reason`` is raised to them."""
+        self.barrier.close(reason)
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called by this thread when the readers go on."""
+        self._afterwards.append(call)
+
+
+class _Reader:
+    def __init__(self, who: str) -> None:
+        self.who = who
+        self.depth = 0

@@ -1,0 +1,168 @@
+"""``weightcached update`` and ``weightcached rollback``: other weights at all ranks of a group, or at none.
+
+Exit codes: 0 every rank serves it · 1 not now: another change is under way, or the time is over; nothing changed · 2
+it cannot be done, and nothing changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
+was asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from weightcached.client.control.changes import TIMEOUT_S, Changed, Where, resolve, rollback, update
+from weightcached.client.control.coordinator import Step, Told, nobody
+from weightcached.client.control.course import Course, Phase
+from weightcached.client.control.group import Group
+from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
+from weightcached.protocol.errors import DecisionUnknown, InvalidOption, NotReadyError, WeightCacheError
+from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
+from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.text import binary_size, one_line
+
+DONE_EXIT = 0
+NOT_NOW_EXIT = 1
+FAILED_EXIT = 2
+AWAY_EXIT = 3
+UNKNOWN_EXIT = 4
+
+_EXIT_CODES = (
+    "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
+    "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
+    "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
+    "64 bad options"
+)
+_WORDS = {
+    Phase.OPEN: "opening the change at rank 0",
+    Phase.PREPARE: "preparing on every rank",
+    Phase.COMMIT: "every rank is prepared: committing",
+    Phase.ABORT: "giving the change up",
+    Phase.APPLY: "telling every rank",
+}
+
+
+def update_main(argv: list[str]) -> int:
+    """``weightcached update``."""
+    parser = Parser(
+        prog="weightcached update",
+        description="Have all ranks of a group load MODEL beside what they serve, verify it, and switch: all or none.\n"
+        "What was served stays for `weightcached rollback`. With --resolve and no model: end what another left.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument(
+        "--model", metavar="DIR|HUB_ID", help="a checkpoint directory that the daemons see, or a hub id"
+    )
+    parser.add_argument(
+        "--keep", type=whole_number(0, 63), metavar="N", help="earlier generations to keep (default: the daemons')"
+    )
+    _add_common(parser)
+    given = parser.parse_args(argv)
+    if given.model is None and not given.resolve:
+        parser.error("--model is required, or --resolve to end what another coordinator left")
+    return _run(parser.prog, given, _updated)
+
+
+def rollback_main(argv: list[str]) -> int:
+    """``weightcached rollback``."""
+    parser = Parser(
+        prog="weightcached rollback",
+        description="Have all ranks of a group serve a version again that they hold, without loading: all or none.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("--to", metavar="VERSION", help="or its beginning (default: the one before this one)")
+    _add_common(parser)
+    return _run(parser.prog, parser.parse_args(argv), _rolled_back)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=f"to be prepared in (default: {TIMEOUT_S:.0f})"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for a change that is under way, and for ranks that are away"
+    )
+    parser.add_argument(
+        "--resolve",
+        action="store_true",
+        help="first end a change that is open, whoever began it: committed if every rank has it, else given up",
+    )
+    parser.add_argument("--align", action="store_true", help="also where ranks serve different versions now")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    add_place_arguments(parser, name=NAME_OF_ONE)
+
+
+async def _updated(given: argparse.Namespace, where: Where, told: Told) -> int:
+    if given.model is None:
+        return _show_resolved(*await resolve(where, told=told))
+    options = {"wait": given.wait, "force": given.resolve, "align": given.align}
+    return _show(await update(where, given.model, keep=given.keep, told=told, **options))
+
+
+async def _rolled_back(given: argparse.Namespace, where: Where, told: Told) -> int:
+    options = {"wait": given.wait, "force": given.resolve, "align": given.align}
+    return _show(await rollback(where, given.to, told=told, **options))
+
+
+def _run(prog: str, given: argparse.Namespace, what: object) -> int:
+    try:
+        where = where_of(given, timeout_s=given.timeout)
+        told = nobody if given.quiet else Shown(prog)
+        return asyncio.run(what(given, where, told))  # type: ignore[operator, no-any-return]
+    except WeightCacheError as error:
+        print(one_line(f"{prog}: {error}"), file=sys.stderr)
+        if isinstance(error, InvalidOption):
+            return USAGE_EXIT
+        if isinstance(error, DecisionUnknown):
+            return UNKNOWN_EXIT
+        return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; `weightcached update --resolve` ends what it has begun", file=sys.stderr)
+        return NOT_NOW_EXIT
+
+
+def where_of(given: argparse.Namespace, *, timeout_s: float) -> Where:
+    """The group that the place options name."""
+    return Where.of(
+        runtime_dir=given.runtime_dir, name=given.name or DEFAULT_NAME, timeout_s=timeout_s, allowed=allow_list(given)
+    )
+
+
+def _show(changed: Changed) -> int:
+    print(f"{changed.version} is served by every rank, instead of {changed.before} ({changed.seconds:.1f} s)")
+    if not changed.away:
+        return DONE_EXIT
+    print(f"except {', '.join(changed.away)}: away, and will read rank 0's record when back", file=sys.stderr)
+    return AWAY_EXIT
+
+
+def _show_resolved(group: Group, course: Course) -> int:
+    away = {group.members[rank].word for rank in course.away} | {*group.missing}
+    if not away:
+        print("no change is under way")
+        return DONE_EXIT
+    print(f"no change is open; {', '.join(sorted(away))} will read rank 0's record when back", file=sys.stderr)
+    return AWAY_EXIT
+
+
+class Shown:
+    """Progress for people, on standard error: a line for each step, and for each rank when its stage changes."""
+
+    def __init__(self, prog: str) -> None:
+        self._prog = prog
+        self._said: dict[str, str] = {}
+
+    def __call__(self, step: Step) -> None:
+        if not step.reports and step.phase in _WORDS:
+            self._say("", _WORDS[step.phase])
+        for word, report in step.reports:
+            done = ""
+            if report.bytes_total:
+                percent = 100 * report.bytes_done // report.bytes_total // 10 * 10
+                done = f" {percent} % of {binary_size(report.bytes_total)}"
+            self._say(word, f"{word}: {report.stage}{done}")
+
+    def _say(self, key: str, text: str) -> None:
+        if self._said.get(key) != text:
+            self._said[key] = text
+            print(one_line(f"{self._prog}: {text}"), file=sys.stderr, flush=True)

@@ -1,0 +1,248 @@
+"""Carries out the course of a change: asks the ranks of a group what ``course.py`` says, all at once, and tells it.
+
+Owns the translation between the course's words and messages, whom to ask, patience, and what is shown meanwhile. No
+decision is made here. Whoever runs it may die at any point: what it has begun is ended by the next, or by the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from weightcached.client.control.course import (
+    Answer,
+    Ask,
+    Change,
+    Course,
+    Phase,
+    Refusal,
+    Seen,
+    Silence,
+    Verb,
+    after,
+    asks,
+    given_up,
+)
+from weightcached.client.control.group import Group, Member
+from weightcached.protocol.control import (
+    AwaitChange,
+    Decide,
+    Decided,
+    Describe,
+    Open,
+    Prepare,
+    RankState,
+    ReadDecision,
+    Resolve,
+    Source,
+)
+from weightcached.protocol.control_channel import ask
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import (
+    DaemonDraining,
+    DaemonNotReady,
+    DaemonUnreachable,
+    UpdateConflict,
+    WeightCacheError,
+)
+from weightcached.protocol.messages import GenerationInfo, Message, Report, Status
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.transaction import Decision, Held, Versions
+
+SLICE_S = 1.0
+"""For how long one rank is waited for before what the others say is looked at."""
+DECIDING_S = 30.0
+"""What deciding, and telling all, may take beyond the time that was given for preparing."""
+PATIENCE_S = 5.0
+"""For how long a daemon may be away in the middle of a change; a keeper that is started again is back within."""
+_PAUSE_S = 0.1
+
+_MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady, DaemonDraining)
+_BEGINNING = (Verb.DESCRIBE, Verb.OPEN, Verb.PREPARE, Verb.AWAIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a coordinator does now, for whoever watches. ``reports`` say how far each rank is, by its word."""
+
+    phase: Phase
+    transaction: str | None
+    reports: tuple[tuple[str, Report], ...] = ()
+
+
+Told = Callable[[Step], None]
+
+
+def nobody(_: Step) -> None:
+    """Nobody watches."""
+
+
+class Coordinator:
+    """For one group. ``deadline`` is for finding, opening and preparing."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        deadline: Deadline,
+        allowed: AllowList,
+        source: Source | None = None,
+        keep: int | None = None,
+        told: Told = nobody,
+        begun: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self._group = group
+        self._deadline = deadline
+        self._latest = Deadline(deadline.at_s + DECIDING_S)
+        self._allowed = allowed
+        self._source = source
+        self._keep = keep
+        self._told = told
+        self._begun = begun
+
+    async def run(self, course: Course) -> Course:
+        """The course once it is done. ``begun`` is awaited beside it from the moment that every rank prepares; if it
+        raises, the change is aborted, and then the error raised.
+        """
+        pushing: asyncio.Task[None] | None = None
+        try:
+            while asked := asks(course):
+                self._told(Step(course.phase, course.transaction))
+                before = course
+                course = after(course, await self._answers(asked))
+                if self._begun is not None and pushing is None and course.phase in (Phase.WAIT, Phase.COMMIT):
+                    pushing = asyncio.ensure_future(self._begun(str(course.transaction)))
+                if before.phase is course.phase:
+                    course = await self._again(course, pushing)
+            if pushing is not None:
+                if course.failure is not None:
+                    pushing.cancel()
+                await asyncio.wait({pushing})
+                if not pushing.cancelled() and (error := pushing.exception()) is not None:
+                    raise error
+            return course
+        finally:
+            if pushing is not None:
+                pushing.cancel()
+                await asyncio.wait({pushing})
+
+    async def _again(self, course: Course, pushing: asyncio.Task[None] | None) -> Course:
+        """The same is to be asked once more: not for ever."""
+        beginning = course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT)
+        if beginning and pushing is not None and pushing.done() and pushing.exception() is not None:
+            return given_up(course, "what was to be pushed was not")
+        if (self._deadline if beginning else self._latest).passed:
+            waiting = ", ".join(self._group.members[one.rank].word for one in asks(course))
+            return given_up(course, f"{waiting}: {'not prepared' if beginning else 'no answer'} in time")
+        if course.phase is Phase.WAIT:
+            await self._show(course)
+        else:
+            await asyncio.sleep(_PAUSE_S)  # nothing announces a daemon that comes back
+        return course
+
+    async def _answers(self, asked: tuple[Ask, ...]) -> dict[int, Answer]:
+        answers = await asyncio.gather(*(self._answer(one) for one in asked))
+        return {one.rank: answer for one, answer in zip(asked, answers, strict=True)}
+
+    async def _answer(self, one: Ask) -> Answer:
+        member = self._group.members[one.rank]
+        if member.place is None:
+            return Silence("nobody is known to be this rank")
+        deadline = self._deadline if one.verb in _BEGINNING else self._latest
+        request, answer = self._request(one)
+        try:
+            found = await ask(
+                member.place,
+                request,
+                answer,
+                deadline=deadline,
+                patience_s=PATIENCE_S,
+                allowed=self._allowed,
+            )
+        except _MAY_COME_BACK as error:
+            return Silence(str(error), error.code)
+        except UpdateConflict as error:
+            return Refusal(error.code, str(error))
+        except WeightCacheError as error:
+            if one.verb in (Verb.COMMIT, Verb.ABORT, Verb.READ):
+                return Silence(str(error), error.code)  # only what is written decides
+            return Refusal(error.code, str(error))
+        return seen(found) if isinstance(found, RankState) else _decision(found)
+
+    def _request(self, one: Ask) -> tuple[Message, type[RankState] | type[Decided]]:
+        transaction = one.transaction or ""
+        match one.verb:
+            case Verb.DESCRIBE:
+                return Describe(), RankState
+            case Verb.OPEN:
+                return Open(transaction=transaction, base=one.base or ""), RankState
+            case Verb.PREPARE:
+                if self._source is None:
+                    raise ValueError("a change needs a source")
+                leader = self._leader()
+                return (
+                    Prepare(
+                        transaction=transaction,
+                        leader=leader,
+                        base=one.base or "",
+                        source=self._source,
+                        keep_previous=self._keep,
+                    ),
+                    RankState,
+                )
+            case Verb.AWAIT:
+                timeout_s = min(SLICE_S, self._deadline.remaining_s())
+                return AwaitChange(transaction=transaction, timeout_s=timeout_s), RankState
+            case Verb.COMMIT | Verb.ABORT:
+                return Decide(transaction=transaction, commit=one.verb is Verb.COMMIT), Decided
+            case Verb.READ:
+                return ReadDecision(transaction=transaction), Decided
+        return Resolve(transaction=transaction), RankState
+
+    def _leader(self) -> str:
+        place = self._group.leader.place
+        return place.device if place is not None else ""
+
+    async def _show(self, course: Course) -> None:
+        """How far those are who are waited for."""
+        waiting = [self._group.members[one.rank] for one in asks(course)]
+        reports = await asyncio.gather(*(self._report(one) for one in waiting))
+        known = tuple((one.word, report) for one, report in zip(waiting, reports, strict=True) if report is not None)
+        self._told(Step(course.phase, course.transaction, known))
+
+    async def _report(self, member: Member) -> Report | None:
+        if member.place is None or self._told is nobody:
+            return None
+        try:
+            return await ask(
+                member.place, Status(), Report, deadline=self._deadline, patience_s=0, allowed=self._allowed
+            )
+        except WeightCacheError:
+            return None  # it is only shown; whether it answers is seen by what it is asked
+
+
+def held(info: GenerationInfo) -> Held:
+    return Held(info.generation, Versions(info.version, info.receipts_version))
+
+
+def seen(state: RankState) -> Seen:
+    """What of a rank's state a course looks at."""
+    current = state.generation(state.current)
+    change: Change | None = None
+    if state.change is not None:
+        info = state.generation(state.change.generation)
+        change = Change(
+            state.change.transaction,
+            state.change.state,
+            held(info) if info is not None else None,
+            state.change.error or "",
+        )
+    return Seen(held(current) if current is not None else None, change, state.open)
+
+
+def _decision(decided: Decided) -> Decision:
+    versions = None
+    if decided.version is not None and decided.receipts_version is not None:
+        versions = Versions(decided.version, decided.receipts_version)
+    return Decision(decided.transaction, decided.outcome, versions)

@@ -1,0 +1,147 @@
+"""Which daemons are the ranks of one model here: all places of one name in a runtime directory, as they say themselves.
+
+Owns finding them, and telling whether they are all: every rank of the sizes that they state, once. A group is on one
+host. Changes nothing; used by everything that is about more than one rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcached.protocol.config import Parallel
+from weightcached.protocol.control import Describe, RankInfo, RankState
+from weightcached.protocol.control_channel import ask
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import (
+    DaemonAbsent,
+    DaemonUnreachable,
+    RanksDisagree,
+    WeightCacheError,
+)
+from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place, places_in
+from weightcached.protocol.ranks import KINDS, every_rank, rank_word
+
+PATIENCE_S = 3.0
+"""For how long a daemon that is being started again is waited for while all are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank. ``place`` and ``state`` are ``None`` where no daemon answers for it."""
+
+    word: str
+    """``tp0of2``: for people."""
+    place: Place | None
+    state: RankState | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All ranks of one model, the leader first."""
+
+    runtime_dir: Path
+    name: str
+    members: tuple[Member, ...]
+    silent: Mapping[Place, WeightCacheError] = dataclasses.field(default_factory=dict)
+    """Places with a socket whose daemon did not say what it is."""
+
+    @property
+    def leader(self) -> Member:
+        return self.members[0]
+
+    @property
+    def where(self) -> str:
+        return f"{self.runtime_dir}/{self.name}"
+
+    @property
+    def missing(self) -> list[str]:
+        """The ranks that nobody answers for."""
+        return [one.word for one in self.members if one.state is None]
+
+    def require_whole(self) -> None:
+        """Raises DaemonUnreachable or DaemonAbsent with the ranks that are missing."""
+        if not self.missing:
+            return
+        dead = "; ".join(f"{place}: {error}" for place, error in self.silent.items())
+        error = DaemonUnreachable if self.silent else DaemonAbsent
+        raise error(
+            "not every rank of the group is there, and a change is for all or for none",
+            expected=f"{len(self.members)} ranks",
+            found=f"without {', '.join(self.missing)}" + (f" ({dead})" if dead else ""),
+            where=self.where,
+            next_step="start the daemons of these ranks",
+        )
+
+    def states(self) -> list[tuple[Member, RankState]]:
+        """Those that answered."""
+        return [(one, one.state) for one in self.members if one.state is not None]
+
+
+async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowed: AllowList) -> Group:
+    """The group ``name``, whole or not, as far as its daemons answer.
+
+    Raises DaemonAbsent where there is none; RanksDisagree where their ranks are not of one model, or one is there
+    twice; DaemonUnreachable where no daemon of it answers.
+    """
+    places = [one for one in places_in(runtime_dir) if one.name == name and one.socket_path.exists()]
+    if not places:
+        raise DaemonAbsent(
+            "no daemon serves under this name",
+            where=f"{runtime_dir}/{name}",
+            next_step="name another with --runtime-dir and --name, or start the daemons",
+        )
+    answers = await asyncio.gather(*(describe(place, deadline=deadline, allowed=allowed) for place in places))
+    silent = {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, WeightCacheError)}
+    found = [(place, one) for place, one in zip(places, answers, strict=True) if isinstance(one, RankState)]
+    if not found:
+        raise next(iter(silent.values()))
+    return Group(runtime_dir, name, _members(found, f"{runtime_dir}/{name}"), silent)
+
+
+async def describe(place: Place, *, deadline: Deadline, allowed: AllowList) -> RankState | WeightCacheError:
+    """What the daemon of ``place`` says of itself, or why it does not."""
+    try:
+        return await ask(place, Describe(), RankState, deadline=deadline, patience_s=PATIENCE_S, allowed=allowed)
+    except WeightCacheError as error:
+        return error
+
+
+def _members(found: Sequence[tuple[Place, RankState]], where: str) -> tuple[Member, ...]:
+    sizes = {tuple(getattr(state.rank, f"{kind}_size") for kind in KINDS) for _, state in found}
+    if len(sizes) > 1:
+        raise RanksDisagree(
+            "the daemons of this name are not ranks of one model",
+            expected="the same sizes at all",
+            found="; ".join(f"{place}: {_sizes(state.rank)}" for place, state in found),
+            where=where,
+            next_step="release those that are left over, or give them another --name",
+        )
+    by_rank: dict[str, tuple[Place, RankState]] = {}
+    for place, state in found:
+        word = rank_word(_parallel(state.rank))
+        if word in by_rank:
+            raise RanksDisagree(
+                "two daemons are the same rank",
+                expected="each rank once",
+                found=f"{word} at {by_rank[word][0]} and at {place}",
+                where=where,
+                next_step="release the one that is left over",
+            )
+        by_rank[word] = place, state
+    words = [rank_word(one) for one in every_rank(dict(zip(KINDS, next(iter(sizes)), strict=True)))]
+    return tuple(Member(word, *by_rank.get(word, (None, None))) for word in words)
+
+
+def _parallel(rank: RankInfo) -> Parallel:
+    return Parallel.model_validate(
+        {f"{kind}_{what}": getattr(rank, f"{kind}_{what}") for kind in KINDS for what in ("rank", "size")}
+    )
+
+
+def _sizes(rank: RankInfo) -> str:
+    return ", ".join(f"{kind} {getattr(rank, f'{kind}_size')}" for kind in KINDS)

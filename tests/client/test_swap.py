@@ -1,0 +1,216 @@
+"""Another generation in the place of the one in use: addresses and tensors stay, only within the barrier, all or none.
+
+The daemon is a lying one that is honest here; real ones are in `test_updates.py`.
+"""
+
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.denied import MREMAP, Denied, deny
+from tests.support.forked import in_child
+from tests.support.resources import memfd_mappings, open_fds
+from tests.support.swaps import N, swap
+from weightcached.client import Barrier, WeightSet
+from weightcached.protocol.errors import (
+    BarrierError,
+    DaemonUnreachable,
+    SwapFailed,
+)
+from weightcached.protocol.testing import (
+    Gate,
+    HonestGrant,
+)
+
+Attached = Callable[..., WeightSet]
+
+
+def addresses(weights: WeightSet) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in weights.items()}
+
+
+def test_tensors_views_arrays_and_addresses_show_the_new_generation(
+    swappable: WeightSet, grants: list[HonestGrant]
+) -> None:
+    square = swappable["square"]
+    view, array = square[3:5].T, swappable.numpy("square")
+    capsule = np.from_dlpack(square[7])
+    captured, before = addresses(swappable), dict(swappable.items())
+    done = swap(swappable)
+    assert (done.from_generation, done.to_generation) == tuple(grant.message.generation for grant in grants[:2])
+    assert (done.from_version, done.to_version) == tuple(grant.message.version for grant in grants[:2])
+    assert done.changed == ()
+    assert 0 < done.swap_s < done.populate_s + 1
+    assert addresses(swappable) == captured
+    assert all(swappable[name] is tensor for name, tensor in before.items())
+    for seen in (square, view, torch.from_numpy(array), torch.from_numpy(capsule), swappable["lm_head.weight"]):
+        assert (seen == 2).all()
+    assert (swappable["codes"] == 2).all()
+    swappable.verify()
+
+
+def test_the_weight_set_and_its_lease_are_of_the_new_generation(
+    swappable: WeightSet, grants: list[HonestGrant]
+) -> None:
+    swap(swappable, version=grants[2].message.version)
+    message = grants[2].message
+    assert swappable.lease is not None
+    assert (swappable.generation, swappable.lease.generation) == (message.generation, message.generation)
+    assert (swappable.version, swappable.receipts_version) == (message.version, message.receipts_version)
+    assert swappable.meta.generation == message.generation
+    assert swappable.lease.ping() < 20
+    assert swappable.state == "connected"
+
+
+def test_a_rollback_is_a_swap_in_the_other_direction(swappable: WeightSet, grants: list[HonestGrant]) -> None:
+    captured = addresses(swappable)
+    for number in (1, 0, 2, 0):
+        swap(swappable, generation=grants[number].message.generation)
+        assert (swappable["square"] == number + 1).all()
+        assert addresses(swappable) == captured
+        swappable.verify()
+
+
+def test_without_the_barrier_nothing_is_swapped(swappable: WeightSet, how: str) -> None:
+    with swappable.stage() as staged:
+        with swappable.barrier.stopped() as stopped:
+            if how == "another thread":
+                with ThreadPoolExecutor() as threads, pytest.raises(BarrierError, match="another thread"):
+                    threads.submit(staged.swap, stopped).result(20)
+        if how == "over":
+            with pytest.raises(BarrierError, match="over"):
+                staged.swap(stopped)
+        if how == "another barrier":
+            with Barrier().stopped() as foreign, pytest.raises(BarrierError, match="another barrier"):
+                staged.swap(foreign)
+        if how == "outside":
+            with pytest.raises(AttributeError):
+                staged.swap(swappable.barrier)  # type: ignore[arg-type]
+    assert (swappable["square"] == 1).all()
+
+
+def test_one_barrier_serves_several_weight_sets(swappable: WeightSet) -> None:
+    shared = swappable.barrier = Barrier()
+    with swappable.stage() as staged, shared.stopped() as stopped:
+        staged.swap(stopped)
+    assert (swappable["square"] == 2).all()
+
+
+def test_every_read_of_many_threads_belongs_to_exactly_one_generation(
+    swappable: WeightSet, grants: list[HonestGrant]
+) -> None:
+    square, array, over = swappable["square"], swappable.numpy("square"), threading.Event()
+    barrier = swappable.barrier
+
+    def read(product: Callable[[], float]) -> set[float]:
+        found = set()
+        while not over.is_set():
+            with barrier.reading():
+                found.add(product())
+        return found
+
+    def by_torch() -> float:
+        product = square @ square
+        low, high = product.aminmax()
+        assert low == high, "a torn product"
+        return float(low)
+
+    def by_numpy() -> float:
+        product = array @ array
+        assert product.min() == product.max(), "a torn product"
+        return float(product[0, 0])
+
+    with ThreadPoolExecutor(6) as threads:
+        readers = [threads.submit(read, product) for product in (by_torch, by_numpy) * 3]
+        try:
+            for number in itertools.islice(itertools.cycle((1, 2, 0)), 60):
+                swap(swappable, generation=grants[number].message.generation)
+        finally:
+            over.set()
+        found = set().union(*(reader.result(60) for reader in readers))
+    assert found <= {N * float(value * value) for value in (1, 2, 3)}
+    assert len(found) > 1
+
+
+def test_a_thousand_swaps_leave_nothing_behind(swappable: WeightSet, grants: list[HonestGrant]) -> None:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return len(open_fds()), len(memfd_mappings()), sum(1 for _ in maps)
+
+    swap(swappable, generation=grants[1].message.generation)
+    swap(swappable, generation=grants[0].message.generation)
+    before = held()
+    for number in range(1000):
+        swap(swappable, generation=grants[1 - number % 2].message.generation)
+    fds, mapped, maps = held()
+    assert (fds, mapped) == before[:2]
+    assert maps <= before[2] + 4
+    assert (swappable["square"] == 1).all()
+
+
+def test_what_is_staged_is_used_once(swappable: WeightSet, grants: list[HonestGrant]) -> None:
+    with swappable.stage() as staged, swappable.barrier.stopped() as stopped:
+        staged.swap(stopped)
+        with pytest.raises(ValueError, match="already"):
+            staged.swap(stopped)
+    given_up = swappable.stage(generation=grants[2].message.generation)
+    given_up.close()
+    with swappable.barrier.stopped() as stopped, pytest.raises(ValueError, match="given up"):
+        given_up.swap(stopped)
+    assert (swappable["square"] == 2).all()
+
+
+def test_after_close_nothing_is_staged_or_swapped(swappable: WeightSet) -> None:
+    staged = swappable.stage()
+    swappable.close()
+    with swappable.barrier.stopped() as stopped, pytest.raises(ValueError, match="closed"):
+        staged.swap(stopped)
+    staged.close()
+    with pytest.raises(ValueError, match="closed"):
+        swappable.stage()
+
+
+def test_a_forked_child_keeps_what_was_mapped_and_cannot_stage(swappable: WeightSet, grants: list[HonestGrant]) -> None:
+    ready, swapped = Gate(), Gate()
+    square = swappable["square"]
+
+    def child() -> None:
+        with pytest.raises(DaemonUnreachable, match="forked child"):
+            swappable.stage()
+        ready.open()
+        swapped.wait()
+        assert (square == 1).all()
+
+    with ThreadPoolExecutor() as threads:
+        forked = threads.submit(in_child, child)
+        ready.wait()
+        swap(swappable)
+        swapped.open()
+        forked.result(60)
+    assert (square == 2).all()
+    for gate in (ready, swapped):
+        gate.close()
+
+
+def test_a_swap_that_the_kernel_refuses_leaves_the_generation_in_use(
+    swappable: WeightSet, grants: list[HonestGrant]
+) -> None:
+    with swappable.stage() as staged:
+
+        def child() -> None:
+            assert staged._mapped is not None
+            deny(Denied(MREMAP or 0, 0, staged._mapped.segments[0].address))
+            with swappable.barrier.stopped() as stopped, pytest.raises(SwapFailed, match="are what they were"):
+                staged.swap(stopped)
+            assert (swappable["square"] == 1).all()
+            assert swappable.generation == grants[0].message.generation
+            swappable.verify()
+
+        in_child(child)

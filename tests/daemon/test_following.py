@@ -1,0 +1,139 @@
+"""A rank that has prepared a change and is not the leader: it reads the decision where it is written, sooner or later,
+and never assumes one."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
+from tests.support.daemons import Daemon, converse
+from tests.support.manager import Manager
+from weightcached.protocol.control import RankState, Resolve
+from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.framing import Frame
+from weightcached.protocol.messages import Grant
+
+
+@pytest.fixture
+def other(model: Path, tmp_path: Path) -> Path:
+    return other_weights(model, tmp_path / "other")
+
+
+@pytest.fixture
+def start(model: Path, runtime_dir: Path) -> Iterator[Callable[[int], Daemon]]:
+    """Starts the next keeper of rank 0 or 1 of two, each under a manager of its own."""
+    with ExitStack() as ending:
+        managers = []
+        for rank in (0, 1):
+            directory = runtime_dir.parent / f"m{rank}"
+            directory.mkdir()
+            managers.append(ending.enter_context(Manager(directory)))
+
+        def start(rank: int) -> Daemon:
+            started = managers[rank].start(model, runtime_dir, tp_size=2, tp_rank=rank)
+            ending.callback(started.stop, signal.SIGKILL)
+            return started
+
+        yield start
+
+
+def both_prepared(leader: Changer, follower: Changer, source: Path) -> str:
+    leader.open(transaction := new_transaction())
+    for rank in (leader, follower):
+        rank.begin(transaction, from_directory(source))
+    for rank in (leader, follower):
+        change = rank.ended(transaction).change
+        assert change is not None
+        assert change.state == "prepared", change
+    return transaction
+
+
+def wait_change(daemon: Daemon, state: str) -> None:
+    daemon.wait_logged("change", change=state)
+
+
+def test_a_prepared_rank_switches_once_the_leader_has_written_so(start: Callable[[int], Daemon], other: Path) -> None:
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.wait_until("ready")
+    leader = Changer(ranks[0])
+    follower = Changer(ranks[1], leader)
+    transaction = both_prepared(leader, follower, other)
+    waiting = follower.ask(Resolve(transaction=transaction), RankState)
+    assert waiting.change is not None
+    assert waiting.change.state == "prepared"
+    decided = leader.decide(transaction, commit=True)
+    wait_change(ranks[1], "committed")  # by itself
+    assert follower.state().generations[0].version == decided.version
+    with pytest.raises(InvalidOption):
+        Changer(ranks[1]).decide(transaction, commit=True)
+
+
+def test_an_abort_reaches_a_rank_that_is_prepared(start: Callable[[int], Daemon], other: Path) -> None:
+    ranks = [start(0), start(1)]
+    before = [rank.wait_until("ready").generation for rank in ranks]
+    leader = Changer(ranks[0])
+    follower = Changer(ranks[1], leader)
+    transaction = both_prepared(leader, follower, other)
+    leader.decide(transaction, commit=False)
+    follower.ask(Resolve(transaction=transaction), RankState)
+    ranks[1].wait_logged("generation dropped")
+    for rank, generation in zip((leader, follower), before, strict=True):
+        assert standings(rank.state()) == [(generation, "current")]
+
+
+def test_both_are_killed_in_between_and_the_follower_finds_the_decision(
+    start: Callable[[int], Daemon], other: Path
+) -> None:
+    """The follower dies prepared; the leader decides, and dies too. Nobody tells the follower that comes back."""
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.wait_until("ready")
+    leader = Changer(ranks[0])
+    transaction = both_prepared(leader, Changer(ranks[1], leader), other)
+    ranks[1].stop(signal.SIGKILL)
+    decided = leader.decide(transaction, commit=True)
+    ranks[0].stop(signal.SIGKILL)
+    returned = start(1)
+    returned.wait_until("ready")
+    state = Changer(returned).state()
+    assert state.change is not None
+    assert state.change.state == "prepared"
+    returned.wait_logged("the leader's decision is not known yet")
+    assert Changer(returned).state().generations[0].version != decided.version
+    start(0).wait_until("ready")
+    wait_change(returned, "committed")
+    assert Changer(returned).state().generations[0].version == decided.version
+
+
+def test_an_engine_that_wants_what_is_prepared_waits_for_the_decision(
+    start: Callable[[int], Daemon], other: Path
+) -> None:
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.wait_until("ready")
+    leader = Changer(ranks[0])
+    follower = Changer(ranks[1], leader)
+    transaction = both_prepared(leader, follower, other)
+    version = next(one.version for one in follower.state().generations if one.standing == "prepared")
+    answers: list[Frame] = []
+    channel = ranks[1].connect()
+    try:
+        asking = threading.Thread(
+            target=lambda: answers.append(converse(channel, ranks[1].hello(want=version))), daemon=True
+        )
+        asking.start()
+        # Asked, it looks at the leader's record at once; there is nothing in it yet.
+        assert follower.state().change is not None
+        leader.decide(transaction, commit=True)
+        asking.join(60)
+        [frame] = answers
+        with frame.fds:
+            assert isinstance(frame.message, Grant)
+            assert version in (frame.message.version, frame.message.receipts_version)
+    finally:
+        channel.close()

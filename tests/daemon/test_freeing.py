@@ -1,0 +1,143 @@
+"""What is given back, and when: by count, by the last lease, by command, after the grace, and for room. And that after
+many changes nothing is left of them."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.cgroups import memory_limit
+from tests.support.commanding import Changer, from_directory, other_weights, standings
+from tests.support.daemons import scripted_daemon, supervised_daemon
+from tests.support.manager import Manager
+from tests.support.resources import anonymous_nbytes, open_fds
+from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
+from weightcached.protocol.errors import GenerationGone, UpdateConflict
+
+MIB = 1 << 20
+
+
+def several(model: Path, to: Path, count: int) -> list[Path]:
+    return [other_weights(model, to / str(number), number=number) for number in range(1, count + 1)]
+
+
+def test_as_many_are_kept_as_the_options_or_the_change_say(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    directories = several(model, tmp_path, 4)
+    with scripted_daemon(model, runtime_dir, "--keep-generations", "2") as served:
+        first = served.wait_until("ready").generation
+        changer = Changer(served)
+        made = [first, *(changer.update(from_directory(directory)).current for directory in directories[:3])]
+        served.wait_logged("generation dropped", generation=first)
+        assert [id_ for id_, _ in standings(changer.state())] == made[:0:-1]
+        last = changer.update(from_directory(directories[3]), keep_previous=0).current
+        for dropped in made[1:]:
+            served.wait_logged("generation dropped", generation=dropped)
+        assert standings(changer.state()) == [(last, "current")]
+
+
+def test_pinned_and_leased_ones_stay_until_they_are_not(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    one, two = several(model, tmp_path, 2)
+    with scripted_daemon(model, runtime_dir, "--keep-generations", "0") as served:
+        first = str(served.wait_until("ready").generation)
+        changer = Changer(served)
+        assert changer.ask(Pin(generation=first, pinned=True), RankState).generations[0].pinned
+        second = str(changer.update(from_directory(one)).current)
+        lease = served.connect()
+        _, fds = served.attach(lease, want="current")
+        fds.close()
+        third = changer.update(from_directory(two)).current
+        assert [id_ for id_, _ in standings(changer.state())] == [third, second, first]
+        for needed in (first, second):
+            with pytest.raises(UpdateConflict):
+                changer.ask(Drop(generation=needed), RankState)
+        with pytest.raises(UpdateConflict):
+            changer.ask(Drop(generation=str(third), force=True), RankState)  # never what is served
+        with pytest.raises(GenerationGone):
+            changer.ask(Pin(generation="0" * 32, pinned=True), RankState)
+        lease.close()
+        served.wait_logged("generation dropped", generation=second)
+        changer.ask(Drop(generation=first, force=True), RankState)
+        assert changer.ask(Drop(generation=first), RankState).current == third  # again: it is done
+        assert standings(changer.state()) == [(third, "current")]
+
+
+def test_after_a_restart_engines_get_time_and_pins_are_remembered(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    one, two = several(model, tmp_path, 2)
+    with Manager(runtime_dir.parent) as manager:
+        daemon = manager.start(model, runtime_dir, "--keep-generations", "2")
+        first = str(daemon.wait_until("ready").generation)
+        changer = Changer(daemon)
+        second = changer.update(from_directory(one)).current
+        third = changer.update(from_directory(two)).current
+        changer.ask(Pin(generation=first, pinned=True), RankState)
+        daemon.stop(signal.SIGKILL)
+        again = manager.start(model, runtime_dir, "--keep-generations", "0", "--adoption-grace", "2")
+        again.wait_until("ready")
+        held = Changer(again).state().generations
+        assert [one.generation for one in held] == [third, second, first]
+        assert [one.pinned for one in held] == [False, True, True]
+        again.wait_logged("generation dropped", generation=second)
+        held = Changer(again).state().generations
+        assert [(one.generation, one.pinned_for_s) for one in held] == [(third, None), (first, None)]
+        again.stop(signal.SIGKILL)
+
+
+@pytest.mark.root
+def test_room_is_made_of_what_is_kept_for_rollback_and_else_refused_with_the_numbers(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    one, two, three = several(model, tmp_path, 3)
+    script = {"segment_nbytes": 120 * MIB}
+    with (
+        memory_limit(450 * MIB) as group,
+        scripted_daemon(model, runtime_dir, script=script, group=group) as served,
+    ):
+        first = served.wait_until("ready").generation
+        changer = Changer(served)
+        second = changer.update(from_directory(one)).current
+        lease = served.connect()
+        _, fds = served.attach(lease, want="current")  # holds the second
+        fds.close()
+        third = changer.update(from_directory(two)).current
+        served.wait_logged("generation dropped", generation=first)
+        assert [id_ for id_, _ in standings(changer.state())] == [third, second]
+        _, failed = changer.prepare(from_directory(three))
+        lease.close()
+        assert failed.change is not None
+        assert (failed.state, failed.change.error_code) == ("ready", "insufficient_memory")
+        assert "2 generations of 240 MiB" in str(failed.change.error)
+        assert "bytes free of" in str(failed.change.error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_200_changes_leave_nothing_behind(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    """Loaded, and rolled back and forward; descriptors, memory and what the vault keeps are what they were."""
+    [other] = several(model, tmp_path, 1)
+    with supervised_daemon(model, runtime_dir, script={}) as served:
+        served.wait_until("ready")
+        changer = Changer(served)
+
+        def held() -> tuple[list[str], int]:
+            pid = served.report().pid
+            kinds = sorted(what.split(":")[0] for what in open_fds(pid).values())
+            return kinds, sum("memfd" in what for what in open_fds(pid).values())
+
+        def a_round(number: int) -> None:
+            changer.update(from_directory(other if number % 2 else model))
+            for _ in range(9):
+                changer.update(FromHeld(version=changer.state().generations[1].version))
+
+        for number in (1, 2):
+            a_round(number)
+        before, memory = held(), anonymous_nbytes(served.report().pid)
+        for number in range(3, 21):
+            a_round(number)
+        report = served.report()
+        assert held() == before
+        assert held()[1] == 5
+        assert report.generations == 2
+        assert anonymous_nbytes(report.pid) < memory + 4 * MIB < 64 * MIB
+        assert report.vault == "kept"

@@ -1,0 +1,220 @@
+"""A daemon whose weights a trainer pushes: what is prepared, what is granted, and what each party's end leaves behind.
+
+The worker is the real one; the trainer is the client's `RankPush` in this process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.support.changes import await_change, begin_push, decide, describe, drop, push_begun
+from tests.support.checkpoints import tiny_llama
+from tests.support.daemons import Daemon, daemon, supervised_daemon
+from tests.support.plain import tensors_of
+from weightcached.client import attach
+from weightcached.client.publish.rank import RankPush
+from weightcached.client.publish.values import Box, Given
+from weightcached.protocol.assigned import assigned_version, is_assigned
+from weightcached.protocol.errors import (
+    CheckpointMismatch,
+    DaemonUnreachable,
+    InsufficientMemory,
+    PushMismatch,
+    UpdateConflict,
+    WorkerDied,
+)
+
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Daemon]:
+    with daemon(tiny_llama(tmp_path / "model", **SHAPE), tmp_path / "run") as served:
+        served.wait_until("ready")
+        yield served
+
+
+def trained(served: Daemon, step: float = 1.0) -> dict[str, torch.Tensor]:
+    return {name: (tensor.float() + step).to(tensor.dtype) for name, tensor in tensors_of(served.model_dir).items()}
+
+
+def worker_of(served: Daemon) -> psutil.Process:
+    children = psutil.Process(served.pid).children()
+    (worker,) = [one for one in children if "weightcached.loader.worker" in one.cmdline()]
+    return worker
+
+
+def whole(push: RankPush, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Given, Box]:
+    box = tuple(slice(0, extent) for extent in tensors[name].shape)
+    return Given(push.table[name], tensors[name], box), box
+
+
+def push_and_finish(push: RankPush, tensors: Mapping[str, torch.Tensor]) -> str:
+    push_all(push, tensors)
+    return finish(push)
+
+
+def push_all(push: RankPush, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        for box in push.boxes(name):
+            push.push(name, Given(push.table[name], tensor, tuple(slice(0, extent) for extent in tensor.shape)), box)
+
+
+def finish(push: RankPush) -> str:
+    push.finish()
+    version = assigned_version(push.staged.base_version, {push.place.device: push.filled().resident})
+    push.assign(version)
+    return version
+
+
+def test_what_was_pushed_is_served_once_it_is_committed(served: Daemon) -> None:
+    tensors, transaction = trained(served), begin_push(served)
+    before = describe(served)
+    with push_begun(served, transaction) as push:
+        push_all(push, tensors)
+        version = finish(push)
+        info = await_change(served, transaction)
+    assert (info.state, info.generation) == ("prepared", push.staged.generation), info
+    assert describe(served).current == before.current
+    assert decide(served, transaction, commit=True).version == version
+    after = describe(served)
+    assert after.current == push.staged.generation
+    found = after.generation(after.current)
+    assert found is not None
+    assert is_assigned(found.version)
+    assert (found.version, found.receipts_version, found.origin) == (version, version, "pushed by the trainer")
+    with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want="current", mode="require") as weights:
+        assert weights.version == version
+        for name, tensor in tensors.items():
+            assert torch.equal(weights[name], tensor), name
+    assert before.current is not None
+    drop(served, before.current)
+    with pytest.raises(CheckpointMismatch, match="current"):
+        attach(served.model_dir, runtime_dir=served.place.runtime_dir, mode="require")
+
+
+def test_a_trainer_that_dies_gives_up_its_stage_and_nothing_else(served: Daemon) -> None:
+    before, transaction = describe(served), begin_push(served)
+    with push_begun(served, transaction) as push:
+        push.push("model.norm.weight", *whole(push, "model.norm.weight", trained(served)))
+        push.hand_over()
+    info = await_change(served, transaction)
+    assert (info.state, info.error_code) == ("failed", "stage_lost")
+    served.wait_logged("change decided", transaction=transaction, outcome="aborted")
+    after = describe(served)
+    assert (after.current, after.state, len(after.generations)) == (before.current, "ready", 1)
+    assert after.open is None, "the next trainer would have to wait for nobody"
+    with push_begun(served, begin_push(served)) as push:
+        push_and_finish(push, trained(served))
+
+
+def test_a_worker_that_dies_is_told_to_its_trainer(served: Daemon) -> None:
+    transaction = begin_push(served)
+    with push_begun(served, transaction) as push:
+        worker_of(served).kill()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            push_and_finish(push, trained(served))
+    assert await_change(served, transaction).error_code == "worker_died"
+
+
+def test_a_keeper_that_dies_ends_the_push(served: Daemon) -> None:
+    transaction = begin_push(served)
+    with push_begun(served, transaction) as push:
+        served.stop(signal.SIGKILL)
+        with pytest.raises(DaemonUnreachable):
+            push_and_finish(push, trained(served))
+
+
+def test_what_the_worker_refuses_is_told_to_its_trainer(served: Daemon) -> None:
+    tensors, transaction = trained(served), begin_push(served)
+    del tensors["model.norm.weight"]
+    with push_begun(served, transaction) as push, pytest.raises(PushMismatch, match=r"missing: model\.norm\.weight"):
+        push_and_finish(push, tensors)
+    assert await_change(served, transaction).error_code == "push_mismatch"
+    assert decide(served, transaction, commit=False).outcome == "aborted"
+
+
+def test_an_abort_ends_the_push(served: Daemon) -> None:
+    transaction = begin_push(served)
+    with push_begun(served, transaction) as push:
+        decide(served, transaction, commit=False)
+        with pytest.raises(UpdateConflict, match="given up"):
+            push_and_finish(push, trained(served))
+
+
+def test_a_second_trainer_is_refused(served: Daemon) -> None:
+    transaction = begin_push(served)
+    with pytest.raises(UpdateConflict):
+        begin_push(served)
+    with push_begun(served, transaction) as push:
+        with pytest.raises(UpdateConflict), push_begun(served, transaction):
+            pass
+        with pytest.raises(UpdateConflict), push_begun(served, "0" * 32):
+            pass
+        push_and_finish(push, trained(served))
+        assert await_change(served, transaction).state == "prepared"
+
+
+def test_memory_is_admitted_with_the_buckets(served: Daemon) -> None:
+    transaction = begin_push(served)
+    with (
+        pytest.raises(InsufficientMemory),
+        push_begun(served, transaction, bucket_nbytes=1 << 30, bucket_count=63),
+    ):
+        pass
+    assert await_change(served, transaction).error_code == "insufficient_memory"
+
+
+def test_a_partial_push_is_on_top_of_what_is_served(served: Daemon) -> None:
+    """Twice: the second takes from what was pushed first."""
+    expected = tensors_of(served.model_dir)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        transaction, tensors = begin_push(served, partial=True), trained(served)
+        with push_begun(served, transaction) as push:
+            push_all(push, {name: tensors[name]})
+            version = finish(push)
+            await_change(served, transaction)
+        decide(served, transaction, commit=True)
+        expected[name] = tensors[name]
+        with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want=version, mode="require") as weights:
+            for each, tensor in expected.items():
+                assert torch.equal(weights[each], tensor), each
+
+
+def test_equal_weights_onto_equal_weights_have_an_equal_version(served: Daemon, tmp_path: Path) -> None:
+    versions = set()
+    for step in (1.0, 1.0, 2.0):
+        transaction = begin_push(served)
+        with push_begun(served, transaction) as push:
+            push_all(push, trained(served, step))
+            versions.add(finish(push))
+            assert await_change(served, transaction).state == "prepared"
+        decide(served, transaction, commit=False)
+    assert len(versions) == 2
+
+
+def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", **SHAPE)
+    with supervised_daemon(model, tmp_path / "run") as served:
+        served.wait_until("ready")
+        transaction = begin_push(served)
+        with push_begun(served, transaction) as push:
+            push_all(push, trained(served))
+            version = finish(push)
+            assert await_change(served, transaction).state == "prepared"
+        decide(served, transaction, commit=True)
+        lines = len(served.log.lines)
+        served.kill_keeper()
+        served.wait_ready_again(lines)
+        assert describe(served).current == push.staged.generation
+        with attach(model, runtime_dir=served.place.runtime_dir, want="current", mode="require") as weights:
+            assert weights.version == version
+            for name, tensor in trained(served).items():
+                assert torch.equal(weights[name], tensor), name

@@ -1,0 +1,108 @@
+"""All ranks of a model as real daemons, each under a supervisor, and what a coordinator says to them step by step.
+
+    with group(model, runtime_dir, size=2) as ranks:
+        change = Change(ranks, from_directory(other))
+        change.open(); change.prepare(); change.prepared(); change.commit(); change.resolve()
+
+The steps are those of ``client/control/course.py``, one by one, so that a test can kill anybody between any two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.commanding import Changer, new_transaction
+from tests.support.daemons import Daemon, supervised_daemon
+from weightcached.protocol.control import Decided, FromCheckpoint, FromHeld, RankState, Resolve
+
+
+@contextmanager
+def group(
+    model: Path, runtime_dir: Path, *, size: int = 2, scripts: Mapping[int, Mapping[str, Any] | None] | None = None
+) -> Iterator[list[Daemon]]:
+    """Supervised daemons of all tensor-parallel ranks, ready, with scripted workers; ``None`` in ``scripts`` is the
+    real one. Stopped at the end.
+    """
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                supervised_daemon(
+                    model,
+                    runtime_dir,
+                    script=(scripts or {}).get(rank, {}),
+                    layout="fused",
+                    tp_size=size,
+                    tp_rank=rank,
+                )
+            )
+            for rank in range(size)
+        ]
+        for one in ranks:
+            one.wait_until("ready")
+        yield ranks
+
+
+def kill_and_wait(daemon: Daemon) -> None:
+    """Kill the keeper, and wait until the next one is ready."""
+    first = len(daemon.log.lines)
+    daemon.kill_keeper()
+    daemon.wait_ready_again(first)
+
+
+class Change:
+    """One coordinator's steps."""
+
+    def __init__(self, ranks: list[Daemon], source: FromCheckpoint | FromHeld) -> None:
+        leader = Changer(ranks[0])
+        self.ranks = [leader, *(Changer(one, leader) for one in ranks[1:])]
+        self.source = source
+        self.transaction = new_transaction()
+        self.bases = [one.current() for one in self.ranks]
+
+    def open(self) -> None:
+        assert self.ranks[0].open(self.transaction).open == self.transaction
+
+    def prepare(self, *ranks: int) -> None:
+        """Tell these ranks to prepare, or all."""
+        for rank in ranks or range(len(self.ranks)):
+            self.ranks[rank].begin(self.transaction, self.source, base=self.bases[rank])
+
+    def prepared(self, *ranks: int) -> None:
+        """Wait until these ranks, or all, have prepared it."""
+        for rank in ranks or range(len(self.ranks)):
+            state = self.ranks[rank].ended(self.transaction)
+            assert state.change is not None
+            assert state.change.state == "prepared", state.change
+
+    def commit(self) -> Decided:
+        return self.ranks[0].decide(self.transaction, commit=True)
+
+    def abort(self) -> Decided:
+        return self.ranks[0].decide(self.transaction, commit=False)
+
+    def resolve(self, *ranks: int) -> list[RankState]:
+        """Have these ranks, or all, read the record."""
+        chosen = ranks or range(len(self.ranks))
+        return [self.ranks[rank].ask(Resolve(transaction=self.transaction), RankState) for rank in chosen]
+
+
+def versions(ranks: list[Daemon]) -> list[str]:
+    """What each rank serves now."""
+    found = []
+    for one in ranks:
+        state = Changer(one).state()
+        current = state.generation(state.current)
+        assert current is not None
+        found.append(current.receipts_version)
+    return found
+
+
+def waiting(ranks: list[Daemon]) -> list[str]:
+    """What is open or waits for a decision, anywhere."""
+    states = [Changer(one).state() for one in ranks]
+    found = [one.open for one in states if one.open is not None]
+    found += [one.change.transaction for one in states if one.change and one.change.state in ("preparing", "prepared")]
+    return found
