@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.chosen import CPU, GPU_PREFIX
 from weightcached.protocol.memory.kinds import SegmentMapping
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ def tensor_of(segment: SegmentMapping) -> torch.Tensor:
     if isinstance(segment, host.Mapping):
         return torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
     return device_tensor(cast("DeviceMapping | IpcMapping", segment))
+
+
+def torch_device(device: str) -> torch.device:
+    """What torch calls a config's ``device`` in this process. Raises DeviceAbsent for a GPU that it does not see."""
+    import torch
+
+    if device == CPU:
+        return torch.device("cpu")
+    from weightcached.protocol.memory.cuda import devices
+
+    return torch.device("cuda", devices.find(device.removeprefix(GPU_PREFIX)).ordinal)
 
 
 def device_tensor(segment: DeviceMapping | IpcMapping) -> torch.Tensor:

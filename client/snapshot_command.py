@@ -1,10 +1,10 @@
 """``weightcached snapshot save|load``: a rank's finished shard on disk, so that a cold boot reads only what it keeps.
 
 ``save`` attaches like an engine (to the daemon, or to the disk where there is none) and writes what it gets; ``load``
-loads a snapshot as ``serve --snapshot`` would, into memory of its own, checks every digest, says how long that took,
-and lets go of it. Owns both commands' options, order and exit codes: 0 done · 1 it could not be done: no weights,
-another configuration or content, a snapshot that is not whole, a disk that is full · 64 bad options. With ``--json`` an
-error is one line too, ``{"error": {"code": …, "message": …, …}}``.
+loads a snapshot as ``serve --snapshot`` would, into memory of its own on the same device, checks every digest, says how
+long that took, and lets go of it. Owns both commands' options, order and exit codes: 0 done · 1 it could not be done:
+no weights, another configuration or content, a snapshot that is not whole, a disk that is full · 64 bad options. With
+``--json`` an error is one line too, ``{"error": {"code": …, "message": …, …}}``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,15 +29,17 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.manifest import Manifest, encode_manifest
-from weightcached.protocol.memory import host
-from weightcached.protocol.memory.admission import admit
+from weightcached.protocol.memory.chosen import HOST, Chosen
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.shard_options import (
+    add_device_arguments,
     add_engine_argument,
     add_rank_filters,
     add_shard_arguments,
+    home_of,
     parse_with_engine,
     shard_with_key,
     shards_of,
@@ -56,8 +59,8 @@ def main(argv: list[str]) -> int:
     work = _save if given.command == "save" else _load
     try:
         shards, model_dir = shards_of(given), resolve(given.model)
-        shards = [shard_with_key(given, shard, model_dir) for shard in shards]
-        done = [work(given, model_dir, build_config(model_dir, **shard), shard) for shard in shards]
+        wanted = [_Wanted.of(given, shard, model_dir) for shard in shards]
+        done = [work(given, one) for one in wanted]
     except WeightCacheError as error:
         if given.json:
             print(json.dumps({"error": error.as_fields()}))
@@ -76,36 +79,48 @@ def _described(done: dict[str, Any]) -> str:
     return f"{done['path']}: {done['parameters']} parameters, {rate}, {done['what']}, content digest {done['digest']}"
 
 
-def _save(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Wanted:
+    """One rank's shard: as keywords of ``attach``, and as a config in the memory it is attached or loaded in."""
+
+    model_dir: Path
+    shard: dict[str, Any]
+    home: Chosen
+    config: CacheConfig
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, shard: dict[str, Any], model_dir: Path) -> _Wanted:
+        home = home_of(given, shard)
+        shard = shard_with_key(given, shard, model_dir, device=home.device)
+        config = build_config(model_dir, **shard, memory=home.memory, device=home.device)
+        return cls(model_dir, shard, home, config)
+
+
+def _save(given: argparse.Namespace, wanted: _Wanted) -> dict[str, Any]:
     trusted = tuple(map(checked_name, given.trust_filesystem))
     digest = (
-        given.digest or digest_of(model_dir, DigestCache(cache_directory(given.cache_dir)), also_trusted=trusted).hex
+        given.digest
+        or digest_of(wanted.model_dir, DigestCache(cache_directory(given.cache_dir)), also_trusted=trusted).hex
     )
-    with _attached(given, model_dir, config, shard, digest=digest, trusted=trusted) as weights:
+    with _attached(given, wanted, digest=digest, trusted=trusted) as weights:
         weights.verify()
         started_s = time.monotonic()
-        manifest = _with_digest(weights.manifest, config, digest)
+        manifest = _of_any_memory(weights.manifest, wanted.config, digest)
         folder = write_snapshot(
-            Path(given.directory), device_of(config.parallel), manifest=manifest, segments=weights.memory()
+            Path(given.directory), device_of(wanted.config.parallel), manifest=manifest, segments=weights.readable()
         )
         seconds, what = time.monotonic() - started_s, f"from the {weights.source}"
         return _done(folder, weights.manifest, seconds, what, digest)
 
 
-def _attached(
-    given: argparse.Namespace,
-    model_dir: Path,
-    config: CacheConfig,
-    shard: dict[str, Any],
-    *,
-    digest: str,
-    trusted: tuple[str, ...],
-) -> WeightSet:
+def _attached(given: argparse.Namespace, wanted: _Wanted, *, digest: str, trusted: tuple[str, ...]) -> WeightSet:
     allowed = allow_list(given)
     try:
         return attach(
-            model_dir,
-            **shard,
+            wanted.model_dir,
+            **wanted.shard,
+            device=wanted.home.option,
+            memory=wanted.home.memory,
             mode=given.mode,
             name=given.name or DEFAULT_NAME,
             runtime_dir=given.runtime_dir,
@@ -118,29 +133,38 @@ def _attached(
             engine_name="weightcached snapshot",
         )
     except DaemonAbsent as error:
-        if config.engine is None:
+        if wanted.config.engine is None:
             raise
-        rank = config.parallel.tp_rank
+        rank = wanted.config.parallel.tp_rank
         error.next_step = f"start the daemon of rank {rank}, or save the ranks that are served, each with --tp-rank"
         raise
 
 
-def _with_digest(manifest: Manifest, config: CacheConfig, digest: str) -> bytes:
-    """The manifest with the content's digest, which may not have been known when the weights were loaded."""
+def _of_any_memory(manifest: Manifest, config: CacheConfig, digest: str) -> bytes:
+    """The manifest with the content's digest, which may not have been known when the weights were loaded, and as of
+    host memory: a snapshot is of bytes, and names no GPU.
+    """
+    config = config.model_copy(update={"memory": HOST.memory, "device": HOST.device})
     version = version_of(config.rankless_fingerprint, digest=digest, receipts=None)
-    meta = manifest.meta.model_copy(update={"digest": digest, "version": version})
-    return encode_manifest(meta, list(manifest), manifest.accounting)
+    update = {"digest": digest, "version": version, "fingerprint": config.fingerprint, "config": config.model_dump()}
+    return encode_manifest(manifest.meta.model_copy(update=update), list(manifest), manifest.accounting)
 
 
-def _load(given: argparse.Namespace, model_dir: Path, config: CacheConfig, shard: dict[str, Any]) -> dict[str, Any]:
+def _load(given: argparse.Namespace, wanted: _Wanted) -> dict[str, Any]:
+    from weightcached.loader.filling import to_be_filled
     from weightcached.loader.snapshot import placement_of, restore
 
-    with open_snapshot(Path(given.directory), device_of(config.parallel)) as snapshot:
-        snapshot.require_config(config)
+    kind = kind_of(wanted.config)
+    with open_snapshot(Path(given.directory), device_of(wanted.config.parallel)) as snapshot:
+        snapshot.require_config(wanted.config)
         placement = placement_of(snapshot)
-        admit(placement.segment_nbytes)
-        with OwnedFds([host.allocate(placement.segment_nbytes, name="weightcached:snapshot")]) as memory:
-            restored = restore(snapshot, placement, memory[0])
+        nbytes = placement.segment_nbytes
+        kind.admit(nbytes)
+        with (
+            OwnedFds([kind.allocate(nbytes, name="weightcached:snapshot")]) as memory,
+            to_be_filled(memory[0], kind, nbytes=nbytes) as target,
+        ):
+            restored = restore(snapshot, placement, target)
         return _done(snapshot.folder, snapshot.manifest, restored.seconds["load"], "all digests right", snapshot.digest)
 
 
@@ -179,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("model", metavar="MODEL", help="a checkpoint directory (config.json suffices), or a hub id")
         one.add_argument("directory", metavar="DIR", help="the snapshot's directory, with a folder for each rank")
         add_shard_arguments(one)
+        add_device_arguments(one)
         add_engine_argument(one)
         add_rank_filters(one)
         one.add_argument("--json", action="store_true", help="one JSON document")

@@ -7,12 +7,15 @@ imported only for the second.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import CacheConfig
+from weightcached.protocol.manifest import Geometry
+from weightcached.protocol.memory.kinds import SegmentBytes
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +55,14 @@ def against_disk(weights: WeightSet, model_dir: Path, config: CacheConfig) -> li
     from weightcached.loader.reference import Reference
 
     with Reference(model_dir, config) as reference:
-        findings = [_compared(name, weights, reference) for name in weights]
+        segments = weights.readable()
+        findings = [_compared(name, weights, segments, reference) for name in weights]
         for name, tensor in reference.missing(weights):
             findings.append(Finding(name, "missing", f"it is not resident, though files have {tensor}"))
         return findings
 
 
-def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
+def _compared(name: str, weights: WeightSet, segments: Sequence[SegmentBytes], reference: Reference) -> Finding:
     from weightcached.loader.reference import NotCompared, NotOnDisk, Unfit
 
     try:
@@ -69,8 +73,19 @@ def _compared(name: str, weights: WeightSet, reference: Reference) -> Finding:
         return Finding(name, "extra", f"no file has {what}")
     except Unfit as why_not:
         return Finding(name, "differs", f"what the files have makes no such parameter: {why_not}")
-    why = _difference(expected, weights[name].cpu())
+    why = _difference(expected, _on_host(weights.manifest.geometry(name), segments))
     return Finding(name, "equal") if why is None else Finding(name, "differs", why)
+
+
+def _on_host(geometry: Geometry, segments: Sequence[SegmentBytes]) -> torch.Tensor:
+    """The parameter as a host's tensor, by way of no other: what is on a GPU can be read without a torch for it."""
+    import torch
+
+    dtype = getattr(torch, geometry.dtype)
+    if not geometry.nbytes:
+        return torch.empty(geometry.shape, dtype=dtype)
+    data = segments[geometry.segment][geometry.offset : geometry.offset + geometry.nbytes]
+    return torch.frombuffer(data, dtype=dtype).as_strided(geometry.shape, geometry.stride)
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:

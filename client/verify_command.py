@@ -25,19 +25,19 @@ from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.hub import resolve
+from weightcached.protocol.memory.chosen import Chosen
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
-from weightcached.protocol.ranks import every_rank, rank_word, ranks_of
+from weightcached.protocol.ranks import rank_word
 from weightcached.protocol.shard_options import (
     add_device_arguments,
     add_engine_argument,
     add_rank_filters,
     add_shard_arguments,
-    device_of_rank,
+    home_of,
     parse_with_engine,
     shard_with_key,
     shards_of,
-    sizes,
 )
 from weightcached.protocol.text import binary_size, folded, one_line, table
 
@@ -102,22 +102,17 @@ def verify(given: argparse.Namespace) -> list[Verified]:
     """Every rank that is meant. Raises InvalidOption, the errors of an attach, or an error of the checkpoint."""
     shards = shards_of(given)
     model_dir = resolve(given.model)
-    ranks = [ranks_of(one) for one in every_rank(sizes(given), placement=given.expert_placement)]
-    verified = []
-    for shard in shards:
-        number = ranks.index({name: shard[name] for name in ranks[0]})
-        device = device_of_rank(given.device, number, len(ranks))
-        verified.append(_verified(model_dir, given, shard_with_key(given, shard, model_dir), device))
-    return verified
+    return [_verified(model_dir, given, shard, home_of(given, shard)) for shard in shards]
 
 
-def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any], device: str) -> Verified:
+def _verified(model_dir: Path, given: argparse.Namespace, shard: dict[str, Any], home: Chosen) -> Verified:
+    shard = shard_with_key(given, shard, model_dir, device=home.device)
     allowed, config = allow_list(given), build_config(model_dir, **shard)
     with attach(
         model_dir,
         **shard,
-        device=device,
-        memory=given.memory,
+        device=home.option,
+        memory=home.memory,
         mode="require",
         want="current",
         name=given.name or DEFAULT_NAME,

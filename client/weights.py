@@ -24,7 +24,7 @@ from weightcached.client.swap import Staged, stage
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest, ManifestMeta, NameAccounting
-from weightcached.protocol.memory.kinds import SegmentMapping
+from weightcached.protocol.memory.kinds import SegmentBytes, SegmentMapping
 from weightcached.protocol.messages import Grant
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Bytes of all segments: what an engine has to count as taken when it sizes its caches."""
         return self._resident_nbytes
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors are: what an engine builds its module and its inputs on. ValueError after :meth:`close`."""
+        return tensor_of(max(self._open(), key=lambda segment: segment.nbytes)).device
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of ``name``. KeyError for an unknown name, ValueError after :meth:`close`."""
         tensor = self._tensors.get(name)
@@ -156,7 +161,13 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Names of parameters whose bytes, as this process sees them, are not those of their digests. Reads all of them
         (several GB/s). What this process wrote to its private pages shows here.
         """
-        return differing_rows(self.manifest, [segment.view() for segment in self._open()])
+        return differing_rows(self.manifest, self.readable())
+
+    def readable(self) -> list[SegmentBytes]:
+        """Each segment's bytes as the host can read them: the memory itself, or pieces of a GPU's, copied when they are
+        asked for. ValueError after :meth:`close`.
+        """
+        return [segment.view() for segment in self._open()]
 
     def memory(self) -> list[memoryview]:
         """Each segment's bytes, as this process sees them, not to be written. ValueError after :meth:`close`."""

@@ -46,6 +46,7 @@ def _request(options: ServeOptions, model_dir: Path) -> dict[str, Any]:
         "model_dir": os.fspath(model_dir),
         "parallel": options.parallel.model_dump(),
         "dtype": options.dtype,
+        "device": options.device,
         "arguments": options.engine_arguments,
     }
 

@@ -3,7 +3,8 @@
 Each request asks every place anew, at once, with one deadline; requests that come meanwhile get the same answer. A
 place whose daemon does not answer is in the metrics (``weightcached_up`` 0, and why), like one that does. The exporter
 is a client like any other: daemons have to trust its user, and it theirs. As root it also sees what processes of the
-host map that no daemon holds. Exit codes: 0 stopped by a signal · 1 the address cannot be had · 64 bad options.
+host map that no daemon holds, and by NVML, as anybody, which processes hold a GPU's memory that no daemon knows. Exit
+codes: 0 stopped by a signal · 1 the address cannot be had · 64 bad options.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import uvloop
 
 from weightcached.daemon import log as logs
 from weightcached.daemon.address import Address
+from weightcached.daemon.gpus import look_at_gpus
 from weightcached.daemon.http import HttpServer
 from weightcached.daemon.mapped import unexplained
 from weightcached.daemon.pages import Snapshot
@@ -49,7 +51,7 @@ class Watched:
         where the runtime directory cannot be listed.
         """
         seen = collect(self.runtime_dir, name=self.name, allowed=self.allowed, timeout_s=self.timeout_s)
-        return Snapshot(tuple(seen), unexplained(_held(seen)))
+        return Snapshot(tuple(seen), unexplained(_held(seen)), look_at_gpus(seen))
 
 
 def _held(seen: list[Seen]) -> set[str]:

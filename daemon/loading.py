@@ -89,6 +89,8 @@ class LoadRequest:
     """Of the engine that makes the config's layout, where there is one."""
     engine_inputs: str | None = None
     """What its key was computed from, as one hash."""
+    yields: bool = False
+    """Processors and disk go to everybody else first: engines compute with what is served meanwhile."""
     make_room: Callable[[], Awaitable[bool]] | None = None
     """Gives back some memory that is not needed; whether there was any. Asked as long as the shard does not fit."""
 
@@ -117,7 +119,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
     generation_id, kind = secrets.token_hex(16), kind_of(request.config)
     progress.update("start worker")
-    async with started_worker() as worker:
+    async with started_worker(yields=request.yields) as worker:
         await worker.send(
             Job(
                 model_dir=request.origin.model_dir,
@@ -361,7 +363,7 @@ def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
 
 
 @asynccontextmanager
-async def started_worker() -> AsyncIterator[Worker]:
+async def started_worker(*, yields: bool = False) -> AsyncIterator[Worker]:
     """A worker with the other end of our channel; whatever happens in the block, it is gone after it, unless it was
     told to stay.
     """
@@ -370,7 +372,8 @@ async def started_worker() -> AsyncIterator[Worker]:
     try:
         with theirs:
             fd = theirs.fileno()
-            child = await Child.start("worker", WORKER_MODULE, ["--fd", str(fd)], pass_fds=[fd])
+            arguments = ["--fd", str(fd), *(["--yield"] if yields else [])]
+            child = await Child.start("worker", WORKER_MODULE, arguments, pass_fds=[fd])
         worker = Worker(child, channel)
         try:
             yield worker

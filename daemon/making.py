@@ -54,7 +54,9 @@ class Making:
         )
         started_s = time.monotonic()
         try:
-            made = await load(dataclasses.replace(request, make_room=self._freeing.make_room), self._record.progress)
+            made = await load(
+                dataclasses.replace(request, yields=True, make_room=self._freeing.make_room), self._record.progress
+            )
         except TransientFailure as failure:
             raise failure.cause from failure
         except InsufficientMemory as error:
@@ -95,7 +97,7 @@ class Making:
         require_same_config(config, generation.config)
         self._record.progress.update("verify")
         memory = generation.memory
-        await verify(generation.kind, memory[0], [memory[position] for position in range(1, len(memory))])
+        await verify(generation.kind, memory[0], [memory[position] for position in range(1, len(memory))], yields=True)
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
         """Into the vault; older ones that are merely kept for rollback make room there, too."""

@@ -1,5 +1,6 @@
 """What Prometheus is told: daemons' reports as metric families. Pure; every figure comes from a ``Report``, or from
-:class:`~weightcached.daemon.mapped.Mapped` where the exporter has looked at the host's processes.
+:class:`~weightcached.daemon.mapped.Mapped` and :class:`~weightcached.daemon.gpus.Gpu` where the exporter has looked at
+the host's processes and GPUs.
 
 Owns names, units, labels and help texts. A family is one line of a table below. Every sample carries ``place``
 (``default/host-tp0of1``), so that one query serves a daemon's own endpoint and an exporter's. Labels take few values:
@@ -22,6 +23,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from weightcached.daemon.gpus import Gpu
 from weightcached.daemon.mapped import Mapped
 from weightcached.daemon.seen import Seen
 from weightcached.daemon.states import SERVING, State
@@ -160,6 +162,20 @@ _HOST_GAUGES: dict[str, tuple[str, Callable[[Mapped], float]]] = {
 }
 
 
+_GPU_GAUGES: dict[str, tuple[str, Callable[[Gpu], float]]] = {
+    "gpu_total_bytes": ("Bytes of memory that the GPU has.", lambda gpu: gpu.total_nbytes),
+    "gpu_used_bytes": ("Bytes of it that are in use, by whomever.", lambda gpu: gpu.used_nbytes),
+    "gpu_cached_bytes": ("Bytes of it that daemons say they hold.", lambda gpu: gpu.cached_nbytes),
+    "gpu_unexplained_bytes": (
+        "Bytes of it that NVML says are held by processes which no daemon knows: engines that use weights which are "
+        "gone, or other programs.",
+        lambda gpu: gpu.unexplained_nbytes,
+    ),
+    "gpu_unexplained_processes": ("Such processes.", lambda gpu: len(gpu.strangers)),
+    "gpu_untold_processes": ("Those of them of which NVML does not say how much they hold.", lambda gpu: gpu.untold),
+}
+
+
 def _by_standing(report: Report, of: Callable[[GenerationInfo], int]) -> dict[str, float]:
     sums = dict.fromkeys(get_args(Standing), 0.0)
     for one in report.held:
@@ -172,12 +188,15 @@ def _one_of(names: Sequence[str] | type[State], current: str) -> dict[str, float
 
 
 class Families(Collector):
-    """What was seen at one moment, ready to be rendered. ``mapped``: what processes map that no daemon holds."""
+    """What was seen at one moment, ready to be rendered. ``mapped``: what processes map that no daemon holds; ``gpus``:
+    the same of GPUs.
+    """
 
-    def __init__(self, seen: Sequence[Seen], mapped: Mapped | None = None) -> None:
+    def __init__(self, seen: Sequence[Seen], mapped: Mapped | None = None, gpus: Sequence[Gpu] = ()) -> None:
         self._reports = [(str(one.place), one.report) for one in seen if one.report is not None]
         self._seen = seen
         self._mapped = mapped
+        self._gpus = gpus
 
     def collect(self) -> Iterator[Metric]:
         """Every family, those without a sample included: who asks learns what there is."""
@@ -201,6 +220,7 @@ class Families(Collector):
         yield from self._histograms()
         yield from self._infos()
         yield from self._of_the_host()
+        yield from self._of_gpus()
 
     def _up(self) -> Metric:
         family = GaugeMetricFamily(PREFIX + "up", "1 when the place's daemon has answered.", labels=["place"])
@@ -248,6 +268,20 @@ class Families(Collector):
             for name, (help_text, reading) in _HOST_GAUGES.items():
                 yield GaugeMetricFamily(PREFIX + name, help_text, value=float(reading(self._mapped)))
 
+    def _of_gpus(self) -> Iterator[Metric]:
+        if not self._gpus:
+            return
+        up = GaugeMetricFamily(PREFIX + "gpu_up", "1 when NVML has answered for the GPU.", labels=["gpu"])
+        for gpu in self._gpus:
+            up.add_metric([gpu.uuid], float(gpu.problem is None))
+        yield up
+        for name, (help_text, reading) in _GPU_GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["gpu"])
+            for gpu in self._gpus:
+                if gpu.problem is None:
+                    gauge.add_metric([gpu.uuid], float(reading(gpu)))
+            yield gauge
+
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:
     """Bounds with cumulative counts, as Prometheus has them."""
@@ -255,6 +289,6 @@ def _buckets(durations: Durations) -> list[tuple[str, float]]:
     return list(zip(bounds, map(float, itertools.accumulate(durations.counts)), strict=True))
 
 
-def render(seen: Sequence[Seen], mapped: Mapped | None = None) -> bytes:
+def render(seen: Sequence[Seen], mapped: Mapped | None = None, gpus: Sequence[Gpu] = ()) -> bytes:
     """The text format, of type :data:`CONTENT_TYPE`."""
-    return generate_latest(Families(seen, mapped))
+    return generate_latest(Families(seen, mapped, gpus))

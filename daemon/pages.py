@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from weightcached.daemon import metrics
+from weightcached.daemon.gpus import Gpu
+from weightcached.daemon.gpus import as_json as gpus_as_json
 from weightcached.daemon.mapped import Mapped
 from weightcached.daemon.seen import Seen, as_json
 from weightcached.daemon.text import one_line
@@ -30,7 +32,8 @@ class Snapshot:
 
     seen: tuple[Seen, ...]
     mapped: Mapped | None = None
-    """Only where processes were looked at."""
+    gpus: tuple[Gpu, ...] | None = None
+    """Both only where somebody has looked: the exporter does, a daemon does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,12 @@ class Reply:
 
 
 def _metrics(snapshot: Snapshot) -> Reply:
-    return Reply(200, metrics.CONTENT_TYPE, metrics.render(snapshot.seen, snapshot.mapped))
+    return Reply(200, metrics.CONTENT_TYPE, metrics.render(snapshot.seen, snapshot.mapped, snapshot.gpus or ()))
 
 
 def _status(snapshot: Snapshot) -> Reply:
-    return Reply(200, JSON, json.dumps(as_json(snapshot.seen)).encode() + b"\n")
+    gpus = {} if snapshot.gpus is None else gpus_as_json(snapshot.gpus)
+    return Reply(200, JSON, json.dumps(as_json(snapshot.seen) | gpus).encode() + b"\n")
 
 
 def _health(snapshot: Snapshot) -> Reply:

@@ -72,7 +72,7 @@ def collect(runtime_dir: Path, *, name: str | None, allowed: AllowList, timeout_
 
 
 def as_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Everything known, for programs."""
+    """Everything known of daemons, for programs."""
     return {"daemons": [_json(one) for one in seen]}
 
 

@@ -12,6 +12,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from weightcached.daemon.gpus import Gpu, in_words, look_at_gpus
+from weightcached.daemon.gpus import as_json as gpus_as_json
 from weightcached.daemon.leases import DETACHED_AFTER_S
 from weightcached.daemon.seen import Seen, as_json, collect
 from weightcached.daemon.states import SERVING, State
@@ -36,11 +38,15 @@ def exit_code(seen: Sequence[Seen]) -> int:
     return 1 if states <= {*SERVING, State.STARTING, State.ADOPTING, State.LOADING} else 2
 
 
-def render(seen: Sequence[Seen]) -> list[str]:
-    """The table, and under it what does not fit in a row: leases, and why something is wrong."""
+def render(seen: Sequence[Seen], gpus: Sequence[Gpu] = ()) -> list[str]:
+    """The table, and under it what does not fit in a row: leases, why something is wrong, and the memory of the GPUs
+    that the places are on.
+    """
     lines = table([_HEADING, *(_row(one) for one in seen)])
     for one in seen:
         lines += _details(one)
+    devices = {one.place.device for one in seen}
+    lines += [in_words(gpu) for gpu in gpus if gpu.device in devices]
     return [one_line(line) for line in lines]
 
 
@@ -146,10 +152,11 @@ def main(argv: list[str]) -> int:
     except WeightCacheError as error:
         print(one_line(f"weightcached status: {error}"), file=sys.stderr)
         return 2
+    gpus = look_at_gpus(seen)
     if given.json:
-        print(json.dumps(as_json(seen)))
+        print(json.dumps(as_json(seen) | gpus_as_json(gpus)))
     elif seen:
-        print("\n".join(render(seen)))
+        print("\n".join(render(seen, gpus)))
     else:
         print(f"no daemon in {runtime_dir}" + (f" under the name {given.name}" if given.name else ""))
     return exit_code(seen)

@@ -22,7 +22,8 @@ from weightcached.daemon.address import Address
 from weightcached.daemon.options import add_model_arguments, add_running_arguments, metrics_address, serve_options
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.config import Parallel
-from weightcached.protocol.errors import InvalidOption, WeightCacheError
+from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.named_places import require_apart
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.places import Place
 from weightcached.protocol.processes import python_command
@@ -69,19 +70,14 @@ def main(argv: list[str]) -> int:
 
 def check(given: argparse.Namespace, parallels: Sequence[Parallel]) -> None:
     """Whether every rank's options can be used: found out once, here, and not once per rank."""
-    places: dict[Place, int] = {}
+    places: dict[int, Place] = {}
     for rank, parallel in enumerate(parallels):
         stated = {**vars(given), **ranks_of(parallel), "device": device_of_rank(given.device, rank, len(parallels))}
         options = serve_options(argparse.Namespace(**stated, parent_pid=None))
         if options.metrics_address is not None:
             options.metrics_address.shifted(rank)
-        if (other := places.setdefault(options.place, rank)) != rank:
-            raise InvalidOption(
-                f"ranks {other} and {rank} would be at one place",
-                expected="a GPU for each rank",
-                found=options.place,
-                next_step="say --device cuda: rank N then takes the GPU with index N",
-            )
+        places[rank] = options.place
+    require_apart(places)
 
 
 class Ranks:

@@ -20,8 +20,9 @@ MODULE = "weightcached.loader.verify"
 log = logging.getLogger(__name__)
 
 
-async def verify(kind: MemoryKind, manifest: int, segments: Sequence[int]) -> None:
-    """Have every byte that a row describes hashed. The descriptors stay the caller's. Cancelled, the process is killed.
+async def verify(kind: MemoryKind, manifest: int, segments: Sequence[int], *, yields: bool = False) -> None:
+    """Have every byte that a row describes hashed, with ``yields`` behind everybody else's work. The descriptors stay
+    the caller's. Cancelled, the process is killed.
 
     Raises TransferError when one is not what was published, ContractError for a process that does not answer.
     """
@@ -31,6 +32,8 @@ async def verify(kind: MemoryKind, manifest: int, segments: Sequence[int]) -> No
             fds.append(kind.export(segment))
         passed = [fds[position] for position in range(len(fds))]
         arguments = ["--manifest", str(passed[0]), *(f"--segment={fd}" for fd in passed[1:]), *parent_arguments()]
+        if yields:
+            arguments.append("--yield")
         child = await Child.start("verify", MODULE, arguments, pass_fds=passed, answers=True)
         try:
             answer = await child.answer()

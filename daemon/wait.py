@@ -1,6 +1,6 @@
 """``weightcached wait``: return when places are ready, whether or not their daemons have started yet.
 
-Exit codes: 0 ready · 1 not ready in time · 2 a load failed, or a place cannot be used.
+Exit codes: 0 ready · 1 not ready in time · 2 a load failed, or a place or a GPU cannot be used.
 
 A daemon that is not there yet, or died and may be restarted, is looked for again until the time is over; nothing
 announces a socket. Once there is a connection it is kept, and the daemon is asked on it.
@@ -24,6 +24,8 @@ from weightcached.protocol.errors import (
     DaemonFailed,
     DaemonNotReady,
     DaemonUnreachable,
+    DeviceAbsent,
+    DeviceFailed,
     WeightCacheError,
 )
 from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
@@ -98,7 +100,8 @@ def main(argv: list[str]) -> int:
         description="Return when every place is ready: those of the ranks that are named, started or\n"
         "not, or else all that have a socket, and at least one. Name the sizes where several ranks\n"
         "are only just being started.",
-        epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place cannot be used; 64 bad options",
+        epilog="exit codes: 0 ready; 1 not ready in time; 2 a load failed, or a place or a GPU cannot be used;\n"
+        "64 bad options",
     )
     parser.add_argument("--timeout", type=seconds, required=True, metavar="S", help="how long to wait at most")
     add_place_arguments(parser, name=NAME_OF_SOME)
@@ -108,8 +111,8 @@ def main(argv: list[str]) -> int:
         runtime_dir = runtime_directory(given.runtime_dir)
         named = named_places(given, runtime_dir)
     except WeightCacheError as error:
-        print(f"weightcached wait: {error}", file=sys.stderr)
-        return USAGE_EXIT
+        print(one_line(f"weightcached wait: {error}"), file=sys.stderr)
+        return 2 if isinstance(error, DeviceAbsent | DeviceFailed) else USAGE_EXIT
 
     def find() -> list[Place]:
         return named if named is not None else places_with_socket(runtime_dir, given.name)

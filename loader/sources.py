@@ -21,7 +21,6 @@ from weightcached.loader.engines.source import build_state
 from weightcached.loader.execute import Progress
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
-from weightcached.protocol.errors import UnsupportedModel
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.ranks import device_of
@@ -182,13 +181,6 @@ class EngineSource:
         )
 
     def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
-        if not isinstance(segment, int):
-            raise UnsupportedModel(
-                "layouts of engines are built in host memory by this release",
-                expected="memory kind host",
-                found=str(segment),
-                next_step="load a layout of ours (--layout hf or fused) onto the GPU",
-            )
         encode, seconds = self._state.copy(segment, progress)
         return Filled(self._state.files_nbytes, self._state.content_nbytes, seconds, encode)
 

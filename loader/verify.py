@@ -23,7 +23,7 @@ from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory.kinds import kind_of
-from weightcached.protocol.processes import die_with_parent
+from weightcached.protocol.processes import die_with_parent, lower_priority
 
 NAMES_MAX = 20
 """Of parameters that differ, in an answer; their number is in it too."""
@@ -62,9 +62,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--manifest", type=int, required=True, metavar="FD")
     parser.add_argument("--segment", type=int, action="append", default=[], metavar="FD")
     parser.add_argument("--die-with-parent", type=int, metavar="PID")
+    parser.add_argument("--yield", action="store_true", dest="yields", help="let everybody else compute first")
     given = parser.parse_args(argv)
     if given.die_with_parent is not None:
         die_with_parent(given.die_with_parent)
+    if given.yields and (refused := lower_priority()):
+        print(f"could not step back behind everybody else: {'; '.join(refused)}", file=sys.stderr)
     try:
         answer = verify(given.manifest, given.segment)
     except WeightCacheError as error:

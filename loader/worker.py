@@ -36,7 +36,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host, names
 from weightcached.protocol.memory.kinds import kind_of
-from weightcached.protocol.processes import die_with_parent
+from weightcached.protocol.processes import die_with_parent, lower_priority
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -58,8 +58,11 @@ def main() -> int:
     """Serve the one job. Returns the exit status: 0 done, 1 failed and said so, 2 nobody left to say it to."""
     parser = argparse.ArgumentParser(prog="weightcached worker", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the connected socket to the keeper")
+    parser.add_argument("--yield", action="store_true", dest="yields", help="let everybody else compute and read first")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    if arguments.yields and (refused := lower_priority()):
+        log.warning("could not step back behind everybody else: %s", "; ".join(refused))
     # Ctrl-C reaches the whole foreground group: stopping is the keeper's to decide, and we die with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=arguments.fd)

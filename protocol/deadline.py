@@ -16,6 +16,10 @@ class Deadline:
     def after(cls, seconds: float) -> Deadline:
         return cls(time.monotonic() + seconds)
 
+    def within(self, seconds: float) -> Deadline:
+        """The same, or ``seconds`` from now if that is earlier."""
+        return min(self, Deadline.after(seconds), key=lambda one: one.at_s)
+
     def remaining_s(self) -> float:
         """Seconds left, never negative."""
         return max(0.0, self.at_s - time.monotonic())

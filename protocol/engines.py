@@ -21,6 +21,7 @@ from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import EngineFailed, InvalidOption, WeightCacheError
 from weightcached.protocol.manifest import Kind
+from weightcached.protocol.memory.chosen import CPU
 from weightcached.protocol.text import shown
 
 ENTRY_POINTS = "weightcached.engines"
@@ -43,6 +44,9 @@ class EngineRequest:
     """The sizes, and which rank this is."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """``--dtype``; ``auto`` is the engine's own choice, and the key says what that is."""
+    device: str = CPU
+    """Where the weights are to live: ``cpu``, or ``gpu-`` and the GPU's UUID. An engine that builds on a GPU takes this
+    one; what is built in host memory is copied there by the worker."""
     arguments: tuple[str, ...] = ()
     """The engine's own, as they stood after ``--``."""
 
@@ -53,7 +57,8 @@ class NamedTensor:
 
     name: str
     tensor: Any
-    """A dense ``torch.Tensor`` in host memory, of any strides that are not negative."""
+    """A dense ``torch.Tensor`` in host memory, or on the GPU that the weights are to live on, of any strides that are
+    not negative."""
     kind: Kind = "parameter"
     """``attribute``: a tensor that hangs on a module without being registered as parameter or buffer."""
     persistent: bool = True
@@ -74,8 +79,9 @@ class Built:
     fill: Callable[[], Built] | None = None
     """Where tensors have their final form before weights are loaded, an adapter may give them unfilled, with what loads
     into them: peak memory is then the state once and not twice. By the time it is called every tensor's ``data`` is its
-    place in the segment. It returns the state as it is then, under the same names and in the same forms; a tensor that
-    has left its place is copied to it."""
+    place in the segment; where that is a GPU's, tensors are where the adapter left them, and are copied after. It
+    returns the state as it is then, under the same names and in the same forms; a tensor that has left its place is
+    copied to it."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
     WeightCacheError
     ├── NotReadyError                 wait, or allow more time
-    │   └── DaemonNotReady · UpdateConflict · ReadersInside
+    │   └── DaemonNotReady · UpdateConflict · DecisionUnknown · ReadersInside
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken

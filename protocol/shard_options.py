@@ -16,7 +16,7 @@ from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.config import LAYOUT_REVISIONS, Parallel
 from weightcached.protocol.engines import EngineRequest, engine_key
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.memory.chosen import CPU, DEVICE_SPELLINGS, Memory
+from weightcached.protocol.memory.chosen import CPU, DEVICE_SPELLINGS, Chosen, Memory, chosen
 from weightcached.protocol.quantization import SPELLINGS, Quantization
 from weightcached.protocol.ranks import KINDS, every_rank, ranks_of
 
@@ -48,11 +48,20 @@ def add_shard_arguments(arguments: Arguments) -> None:
     )
 
 
-def add_device_arguments(arguments: Arguments) -> None:
-    """Where the shards live."""
+def add_device_argument(arguments: Arguments, *, default: str | None = CPU, called: str = CPU) -> None:
+    """``--device``: where the weights live. ``called`` is what its help says of the ``default``."""
     arguments.add_argument(
-        "--device", default=CPU, metavar="DEVICE", help=f"where the weights live: {DEVICE_SPELLINGS} (default: {CPU})"
+        "--device",
+        default=default,
+        metavar="DEVICE",
+        help=f"where the weights live: {DEVICE_SPELLINGS}; for several ranks cuda means, for rank N, the visible GPU "
+        f"with index N (default: {called})",
     )
+
+
+def add_device_arguments(arguments: Arguments) -> None:
+    """Where the shards live, and in which kind of memory."""
+    add_device_argument(arguments)
     arguments.add_argument(
         "--memory", choices=get_args(Memory), help="memory kind (default: host on cpu, cuda-vmm on a GPU)"
     )
@@ -61,6 +70,15 @@ def add_device_arguments(arguments: Arguments) -> None:
 def device_of_rank(device: str, rank: int, ranks: int) -> str:
     """``cuda`` means, for several ranks, the visible GPU with the rank's number."""
     return f"cuda:{rank}" if device == "cuda" and ranks > 1 else device
+
+
+def home_of(given: argparse.Namespace, shard: Mapping[str, Any]) -> Chosen:
+    """The memory of one of :func:`shards_of`: that of its rank. Raises InvalidOption, and DeviceAbsent for a GPU that
+    this process does not see.
+    """
+    ranks = [ranks_of(one) for one in every_rank(sizes(given), placement=given.expert_placement)]
+    number = ranks.index({name: shard[name] for name in ranks[0]})
+    return chosen(device_of_rank(given.device, number, len(ranks)), given.memory)
 
 
 def add_engine_argument(arguments: Arguments) -> None:
@@ -93,15 +111,21 @@ def parse_with_engine(parser: argparse.ArgumentParser, argv: Sequence[str]) -> a
     return given
 
 
-def shard_with_key(given: argparse.Namespace, shard: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+def shard_with_key(
+    given: argparse.Namespace, shard: Mapping[str, Any], model_dir: Path, *, device: str = CPU
+) -> dict[str, Any]:
     """One of :func:`shards_of` with the key of its engine, where it has one. Imports the engine's adapter, and perhaps
-    the engine. Raises what ``engine_key`` raises.
+    the engine. ``device`` is a config's (:attr:`Chosen.device`). Raises what ``engine_key`` raises.
     """
     if given.engine is None:
         return dict(shard)
     ranks = {name: shard[name] for name in Parallel.model_fields if name in shard}
     request = EngineRequest(
-        model_dir=model_dir, parallel=Parallel(**ranks), dtype=given.dtype, arguments=given.engine_arguments
+        model_dir=model_dir,
+        parallel=Parallel(**ranks),
+        dtype=given.dtype,
+        device=device,
+        arguments=given.engine_arguments,
     )
     return {**shard, "engine": engine_key(given.engine, request)}
 

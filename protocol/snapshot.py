@@ -26,6 +26,7 @@ from weightcached.protocol.digest_cache import write_aside
 from weightcached.protocol.errors import SnapshotMismatch, SnapshotUnusable, SnapshotUnwritable, TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
+from weightcached.protocol.memory.kinds import SegmentBytes
 from weightcached.protocol.regular_files import open_regular
 
 MANIFEST_NAME = "manifest"
@@ -182,7 +183,7 @@ def _unusable(message: str, where: Path, expected: object, found: object) -> Sna
     )
 
 
-def write_snapshot(directory: Path, device: str, *, manifest: bytes, segments: Sequence[memoryview]) -> Path:
+def write_snapshot(directory: Path, device: str, *, manifest: bytes, segments: Sequence[SegmentBytes]) -> Path:
     """Write the snapshot and return its folder; one that was there is replaced in the last step, and then removed.
 
     Blocks until all of it is on the disk. Raises SnapshotUnwritable, and then what was there before is still whole.
@@ -214,13 +215,13 @@ def write_snapshot(directory: Path, device: str, *, manifest: bytes, segments: S
     return folder
 
 
-def _write_segment(aside: str, name: str, data: memoryview, folder_fd: int) -> None:
+def _write_segment(aside: str, name: str, data: SegmentBytes, folder_fd: int) -> None:
     with suppress(FileNotFoundError):
         os.unlink(aside, dir_fd=folder_fd)
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder_fd)
     try:
         try:
-            if data:
+            if len(data):
                 os.posix_fallocate(fd, 0, len(data))  # a disk that is too small says so at once
             for start in range(0, len(data), _PIECE_NBYTES):
                 _write_all(fd, data[start : start + _PIECE_NBYTES])

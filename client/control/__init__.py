@@ -6,9 +6,9 @@
     rollback()
 
 Each takes ``runtime_dir``, ``name``, ``timeout_s`` and ``allowed`` (whom to trust as a daemon, beside root and this
-user) to say which group. ``changes.py`` has the same as coroutines. The commands ``weightcached update``, ``rollback``,
-``generations``, ``pin``, ``unpin`` and ``drop`` are these. Events, as they happen, are ``listening.py``'s. Nothing is
-imported here before it is called.
+user) to say which group. ``changes.py`` and ``holding.py`` have the same as coroutines. The commands ``weightcached
+update``, ``rollback``, ``generations``, ``pin``, ``unpin`` and ``drop`` are these. Events, as they happen, are
+``listening.py``'s. Nothing is imported here before it is called.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def update(
 ) -> Changed:
     """All ranks load ``model`` beside what they serve, and then switch. See ``changes.update``."""
     from weightcached.client.control import changes
+    from weightcached.client.control.group import Where
 
-    return asyncio.run(changes.update(changes.Where.of(**where), model, keep=keep, wait=wait, force=force, align=align))
+    return asyncio.run(changes.update(Where.of(**where), model, keep=keep, wait=wait, force=force, align=align))
 
 
 def rollback(
@@ -44,34 +45,38 @@ def rollback(
 ) -> Changed:
     """All ranks serve a version again that they hold. See ``changes.rollback``."""
     from weightcached.client.control import changes
+    from weightcached.client.control.group import Where
 
-    return asyncio.run(changes.rollback(changes.Where.of(**where), to, wait=wait, force=force, align=align))
+    return asyncio.run(changes.rollback(Where.of(**where), to, wait=wait, force=force, align=align))
 
 
 def resolve(**where: Any) -> Group:
     """End what another coordinator left open or undecided. The group afterwards. See ``changes.resolve``."""
     from weightcached.client.control import changes
+    from weightcached.client.control.group import Where
 
-    group, _ = asyncio.run(changes.resolve(changes.Where.of(**where)))
+    group, _ = asyncio.run(changes.resolve(Where.of(**where)))
     return group
 
 
 def generations(**where: Any) -> Group:
     """What every rank holds, as it says itself."""
-    from weightcached.client.control import changes
+    from weightcached.client.control.group import Where
 
-    return asyncio.run(changes.Where.of(**where).group())
+    return asyncio.run(Where.of(**where).group())
 
 
 def pin(word: str, *, pinned: bool = True, **where: Any) -> Group:
-    """Keep a version or a generation, or no longer. See ``changes.pin``."""
-    from weightcached.client.control import changes
+    """Keep a version or a generation, or no longer. See ``holding.pin``."""
+    from weightcached.client.control import holding
+    from weightcached.client.control.group import Where
 
-    return asyncio.run(changes.pin(changes.Where.of(**where), word, pinned=pinned))
+    return asyncio.run(holding.pin(Where.of(**where), word, pinned=pinned))
 
 
 def drop(word: str, *, force: bool = False, **where: Any) -> Group:
-    """Free a version or a generation. See ``changes.drop``."""
-    from weightcached.client.control import changes
+    """Free a version or a generation. See ``holding.drop``."""
+    from weightcached.client.control import holding
+    from weightcached.client.control.group import Where
 
-    return asyncio.run(changes.drop(changes.Where.of(**where), word, force=force))
+    return asyncio.run(holding.drop(Where.of(**where), word, force=force))

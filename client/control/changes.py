@@ -1,4 +1,4 @@
-"""Update and roll back the live weights of a group, all ranks or none; end what was left; look at what is held.
+"""Update and roll back the live weights of a group, all ranks or none; end what was left.
 
 Owns what these mean: which source, which checks before anything is begun, and which error tells why nothing changed.
 ``coordinator.py`` carries changes out. These are coroutines; ``weightcached.client.control`` has the blocking ones.
@@ -13,53 +13,22 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from weightcached.client.control.coordinator import Coordinator, Told, held, nobody
 from weightcached.client.control.course import Course, Failure, begin, end
-from weightcached.client.control.group import Group, find_group
-from weightcached.protocol.control import Drop, FromCheckpoint, FromHeld, Pin, RankState, Source
-from weightcached.protocol.control_channel import ask
-from weightcached.protocol.deadline import Deadline
+from weightcached.client.control.group import Group, Where
+from weightcached.client.control.holding import version_held_by_all
+from weightcached.protocol.control import FromCheckpoint, FromHeld, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
     DecisionUnknown,
-    GenerationGone,
     UpdateConflict,
     WeightCacheError,
 )
 from weightcached.protocol.hub import resolve as resolve_model
-from weightcached.protocol.messages import GenerationInfo
-from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.transaction import Versions
 
-TIMEOUT_S = 3600.0
 _PAUSE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The group that is meant, and how long anything about it may take."""
-
-    runtime_dir: Path
-    name: str
-    deadline: Deadline
-    allowed: AllowList
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        runtime_dir: str | os.PathLike[str] | None = None,
-        name: str = DEFAULT_NAME,
-        timeout_s: float = TIMEOUT_S,
-        allowed: AllowList | None = None,
-    ) -> Self:
-        return cls(runtime_directory(runtime_dir), name, Deadline.after(timeout_s), allowed or AllowList())
-
-    async def group(self) -> Group:
-        return await find_group(self.runtime_dir, self.name, deadline=self.deadline, allowed=self.allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +86,7 @@ async def rollback(
     """
     group = await where.group()
     group.require_whole()
-    version = _held_by_all(group, to)
+    version = version_held_by_all(group, to)
     return await change(where, FromHeld(version=version), wait=wait, force=force, align=align, told=told)
 
 
@@ -155,19 +124,24 @@ async def change(
     course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
     if course.outcome is None or not course.outcome.is_commit:
         raise _error(group, course.failure)
-    away = course.away
-    while wait and away and not where.deadline.passed:
+    made = next((one.versions for one in course.prepared if one is not None), None)
+    away = [group.members[rank].word for rank in sorted(course.away)]
+    while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
-        resolved = await _ended(where, group, force=False, told=told)
-        away = resolved.away if resolved.transaction is not None else frozenset()
-    prepared = next(one for one in course.prepared if one is not None) if any(course.prepared) else None
-    return Changed(
-        transaction,
-        prepared.versions.version if prepared is not None else "",
-        before,
-        tuple(group.members[rank].word for rank in sorted(away)),
-        time.monotonic() - started_s,
-    )
+        away = await _not_serving(where, made)
+    version = made.version if made is not None else _current(await where.group())
+    return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s)
+
+
+async def _not_serving(where: Where, versions: Versions) -> list[str]:
+    """The ranks that were not seen to serve it."""
+    group = await where.group()
+    serving = {
+        member.word
+        for member, state in group.states()
+        if (current := state.generation(state.current)) is not None and held(current).versions.same(versions)
+    }
+    return [one.word for one in group.members if one.word not in serving]
 
 
 async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
@@ -230,102 +204,3 @@ def _current(group: Group) -> str:
     state = group.leader.state
     current = state.generation(state.current) if state is not None else None
     return current.version if current is not None else "none"
-
-
-def _held_by_all(group: Group, to: str | None) -> str:
-    """The version that is meant, as rank 0 knows it. Raises GenerationGone unless every rank can serve it."""
-    states = group.states()
-    leading = [one for one in states[0][1].generations if one.standing != "prepared"]
-    if to is None:
-        earlier = [one for one in leading if one.standing == "previous"]
-        if not earlier:
-            raise GenerationGone(
-                "there is nothing to roll back to",
-                expected="a generation that was served before",
-                found="only the current one at rank 0",
-                where=group.where,
-                next_step="update to its checkpoint instead",
-            )
-        wanted = earlier[0]
-    else:
-        wanted = _one(leading, to, group)
-    lacking = [member.word for member, state in states if not any(_is(one, wanted) for one in state.generations)]
-    if lacking:
-        raise GenerationGone(
-            "not every rank holds this version any more",
-            expected=wanted.version,
-            found=f"not at {', '.join(lacking)}",
-            where=group.where,
-            next_step="update to its checkpoint instead",
-        )
-    return wanted.version
-
-
-def _is(one: GenerationInfo, other: GenerationInfo) -> bool:
-    return one.standing != "prepared" and held(one).versions.same(held(other).versions)
-
-
-def _one(infos: list[GenerationInfo], word: str, group: Group) -> GenerationInfo:
-    """The one generation or version that ``word`` is, or is the beginning of."""
-    found = [one for one in infos if _matches(one, word)]
-    if not found:
-        known = ", ".join(one.version for one in infos) or "none"
-        raise GenerationGone("no such version or generation is held", expected=word, found=known, where=group.where)
-    first = found[0]
-    if any(not held(first).versions.same(Versions(one.version, one.receipts_version)) for one in found):
-        several = ", ".join(one.version for one in found)
-        raise GenerationGone("several versions begin so", expected=word, found=several, where=group.where)
-    return first
-
-
-def _matches(one: GenerationInfo, word: str) -> bool:
-    if not word:
-        return False
-    words = (one.generation, one.version, one.receipts_version)
-    return any(known.startswith(word) or known.partition(":")[2].startswith(word) for known in words)
-
-
-# One generation at each rank
-
-
-async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
-    """Keep a version (or one rank's generation) whatever would have it freed, or no longer. ``word``: or its
-    beginning. The group afterwards."""
-    group = await where.group()
-    for place, generation in _where_held(group, word):
-        await _ask(where, place, Pin(generation=generation, pinned=pinned))
-    return await where.group()
-
-
-async def drop(where: Where, word: str, *, force: bool = False) -> Group:
-    """Free a version (or one rank's generation) that is neither served nor part of a change. ``force``: also one that
-    is pinned or leased. The group afterwards."""
-    group = await where.group()
-    for place, generation in _where_held(group, word):
-        await _ask(where, place, Drop(generation=generation, force=force))
-    return await where.group()
-
-
-async def _ask(where: Where, place: Place, request: Pin | Drop) -> RankState:
-    return await ask(place, request, RankState, deadline=where.deadline, allowed=where.allowed)
-
-
-def _where_held(group: Group, word: str) -> list[tuple[Place, str]]:
-    """The generations that ``word`` means: at one rank, or one version at all that hold it."""
-    states = group.states()
-    meant = _one([one for _, state in states for one in state.generations], word, group)
-    if meant.generation.startswith(word):
-        return [(_place(group, meant.generation), meant.generation)]
-    return [
-        (_place(group, one.generation), one.generation)
-        for _, state in states
-        for one in state.generations
-        if held(one).versions.same(held(meant).versions)
-    ]
-
-
-def _place(group: Group, generation: str) -> Place:
-    for member, state in group.states():
-        if member.place is not None and state.generation(generation) is not None:
-            return member.place
-    raise GenerationGone("the generation is held no more", expected=generation, where=group.where)

@@ -11,10 +11,10 @@ import argparse
 import asyncio
 import sys
 
-from weightcached.client.control.changes import TIMEOUT_S, Changed, Where, resolve, rollback, update
+from weightcached.client.control.changes import Changed, resolve, rollback, update
 from weightcached.client.control.coordinator import Step, Told, nobody
 from weightcached.client.control.course import Course, Phase
-from weightcached.client.control.group import Group
+from weightcached.client.control.group import TIMEOUT_S, Group, Where
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
 from weightcached.protocol.errors import DecisionUnknown, InvalidOption, NotReadyError, WeightCacheError
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
@@ -117,7 +117,9 @@ def _run(prog: str, given: argparse.Namespace, what: object) -> int:
             return UNKNOWN_EXIT
         return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted; `weightcached update --resolve` ends what it has begun", file=sys.stderr)
+        print(
+            f"{prog}: interrupted: what was being prepared is given up; see `weightcached generations`", file=sys.stderr
+        )
         return NOT_NOW_EXIT
 
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from weightcached.client.control.course import (
+    LEADER,
     Answer,
     Ask,
     Change,
@@ -56,6 +57,8 @@ DECIDING_S = 30.0
 """What deciding, and telling all, may take beyond the time that was given for preparing."""
 PATIENCE_S = 5.0
 """For how long a daemon may be away in the middle of a change; a keeper that is started again is back within."""
+ANSWER_S = 30.0
+"""For how long a daemon that is there may take over one answer: none of them waits for a load."""
 _PAUSE_S = 0.1
 
 _MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady, DaemonDraining)
@@ -122,10 +125,22 @@ class Coordinator:
                 if not pushing.cancelled() and (error := pushing.exception()) is not None:
                     raise error
             return course
+        except asyncio.CancelledError:
+            await self._leave(course)
+            raise
         finally:
             if pushing is not None:
                 pushing.cancel()
                 await asyncio.wait({pushing})
+
+    async def _leave(self, course: Course) -> None:
+        """Whoever runs this was told to stop: a change that is still prepared is given up, if rank 0 answers at once.
+
+        If not, it stays open for whoever comes next, as if we had been killed.
+        """
+        if course.begins and course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT):
+            self._latest = Deadline.after(PATIENCE_S)
+            await self._answer(Ask(LEADER, Verb.ABORT, course.transaction))
 
     async def _again(self, course: Course, pushing: asyncio.Task[None] | None) -> Course:
         """The same is to be asked once more: not for ever."""
@@ -149,7 +164,7 @@ class Coordinator:
         member = self._group.members[one.rank]
         if member.place is None:
             return Silence("nobody is known to be this rank")
-        deadline = self._deadline if one.verb in _BEGINNING else self._latest
+        deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
         request, answer = self._request(one)
         try:
             found = await ask(

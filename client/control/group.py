@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.control import Describe, RankInfo, RankState
@@ -23,11 +25,17 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import Place, places_in
+from weightcached.protocol.places import DEFAULT_NAME, Place, places_in, runtime_directory
 from weightcached.protocol.ranks import KINDS, every_rank, rank_word
 
 PATIENCE_S = 3.0
 """For how long a daemon that is being started again is waited for while all are looked for."""
+ANSWER_S = 15.0
+"""For how long one that is there may take to say what it is."""
+
+
+TIMEOUT_S = 3600.0
+"""For a change, where nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,30 @@ class Group:
         return [(one, one.state) for one in self.members if one.state is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The group that is meant, and how long anything about it may take."""
+
+    runtime_dir: Path
+    name: str
+    deadline: Deadline
+    allowed: AllowList
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        runtime_dir: str | os.PathLike[str] | None = None,
+        name: str = DEFAULT_NAME,
+        timeout_s: float = TIMEOUT_S,
+        allowed: AllowList | None = None,
+    ) -> Self:
+        return cls(runtime_directory(runtime_dir), name, Deadline.after(timeout_s), allowed or AllowList())
+
+    async def group(self) -> Group:
+        return await find_group(self.runtime_dir, self.name, deadline=self.deadline, allowed=self.allowed)
+
+
 async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowed: AllowList) -> Group:
     """The group ``name``, whole or not, as far as its daemons answer.
 
@@ -100,18 +132,22 @@ async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowe
     found = [(place, one) for place, one in zip(places, answers, strict=True) if isinstance(one, RankState)]
     if not found:
         raise next(iter(silent.values()))
-    return Group(runtime_dir, name, _members(found, f"{runtime_dir}/{name}"), silent)
+    return Group(runtime_dir, name, members_of(found, f"{runtime_dir}/{name}"), silent)
 
 
 async def describe(place: Place, *, deadline: Deadline, allowed: AllowList) -> RankState | WeightCacheError:
     """What the daemon of ``place`` says of itself, or why it does not."""
+    deadline = deadline.within(ANSWER_S)
     try:
         return await ask(place, Describe(), RankState, deadline=deadline, patience_s=PATIENCE_S, allowed=allowed)
     except WeightCacheError as error:
         return error
 
 
-def _members(found: Sequence[tuple[Place, RankState]], where: str) -> tuple[Member, ...]:
+def members_of(found: Sequence[tuple[Place, RankState]], where: str) -> tuple[Member, ...]:
+    """All ranks of the sizes that were found, the leader first; those that were not found have no place. Raises
+    RanksDisagree where they are not of one model, or one is there twice.
+    """
     sizes = {tuple(getattr(state.rank, f"{kind}_size") for kind in KINDS) for _, state in found}
     if len(sizes) > 1:
         raise RanksDisagree(

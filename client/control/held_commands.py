@@ -13,10 +13,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from weightcached.client.control.changes import Where, drop, pin
 from weightcached.client.control.commands import where_of
 from weightcached.client.control.coordinator import held
-from weightcached.client.control.group import Group
+from weightcached.client.control.group import Group, Where
+from weightcached.client.control.holding import drop, pin
 from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.control import RankState
 from weightcached.protocol.errors import InvalidOption, WeightCacheError

@@ -33,6 +33,7 @@ from weightcached.client.timing import Stages, process_age_s
 from weightcached.client.transformers.loading import made_by_transformers
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
+from weightcached.protocol.config import Parallel
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     CheckpointError,
@@ -44,7 +45,9 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.hub import resolve
-from weightcached.protocol.places import Place, host_device, runtime_directory
+from weightcached.protocol.memory.chosen import Chosen, chosen
+from weightcached.protocol.places import Place, runtime_directory
+from weightcached.protocol.ranks import device_of
 
 EXIT_BY_ERROR: tuple[tuple[type[WeightCacheError], int], ...] = (
     (InvalidOption, USAGE_EXIT),
@@ -112,14 +115,15 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     deadline = Deadline.after(options.timeout_s)
     with stages.stage("find model"):
         model_dir = resolve(options.model)
+        home = chosen(options.device, options.memory)
     if options.mode == "daemon":
         with stages.stage("daemon start"):
-            daemon = resources.enter_context(OwnedDaemon(_place(options), serve_command(options, model_dir)))
+            daemon = resources.enter_context(OwnedDaemon(_place(options, home), serve_command(options, model_dir)))
             daemon.wait_bound(deadline)
     weights = None
     if options.mode != "off":
         with stages.stage("weights"):
-            weights = _attach(options, model_dir, deadline)
+            weights = _attach(options, model_dir, home, deadline)
         if weights is not None:
             resources.callback(weights.close)
     with stages.stage("imports"):
@@ -129,7 +133,7 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     with stages.stage("imports"):
         recipe = model.Recipe(model_dir, config, tokenizer, model.import_model_class(config))
     with stages.stage("weights" if weights is None else "module and bind"):
-        module = model.load(recipe, weights, dtype=options.dtype)
+        module = model.load(recipe, weights, dtype=options.dtype, device=home.device)
     service = Service(recipe, module, weights, mode=options.mode)
     if options.follow:
         if weights is None or weights.lease is None:
@@ -140,15 +144,18 @@ def _start(options: EngineOptions, stages: Stages, resources: ExitStack) -> Serv
     return service
 
 
-def _place(options: EngineOptions) -> Place:
-    return Place(runtime_directory(options.runtime_dir), options.name, host_device(tp_size=1, tp_rank=0))
+def _place(options: EngineOptions, home: Chosen) -> Place:
+    whole = Parallel(tp_size=1, tp_rank=0)
+    return Place(runtime_directory(options.runtime_dir), options.name, device_of(whole, home.device))
 
 
-def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> WeightSet | None:
+def _attach(options: EngineOptions, model_dir: Path, home: Chosen, deadline: Deadline) -> WeightSet | None:
     """Mapped, or by the contract from disk; ``None`` for those that only Transformers itself can have from there."""
     asked: dict[str, Any] = {
         "mode": "client" if options.mode == "client" else "require",
         "dtype": options.dtype,
+        "device": home.option,
+        "memory": home.memory,
         "name": options.name,
         "runtime_dir": options.runtime_dir,
         "digest": options.digest,
@@ -161,7 +168,8 @@ def _attach(options: EngineOptions, model_dir: Path, deadline: Deadline) -> Weig
     }
     if options.layout == "hf":
         return attach(model_dir, **asked)
-    return attach_or_none(model_dir, **asked, **made_by_transformers(model_dir, dtype=options.dtype))
+    made = made_by_transformers(model_dir, dtype=options.dtype, device=home.device)
+    return attach_or_none(model_dir, **asked, **made)
 
 
 def _provenance(service: Service) -> str:

@@ -32,7 +32,7 @@ class Encoder:
         """
         import torch
 
-        batch = self._tokenizer(list(texts), padding=True, truncation=False, return_tensors="pt")
+        batch = self._tokenizer(list(texts), padding=True, truncation=False, return_tensors="pt").to(self._body.device)
         mask = batch["attention_mask"]
         longest = int(mask.sum(dim=1).max())
         if longest > self.max_tokens:

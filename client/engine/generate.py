@@ -63,7 +63,7 @@ class Decoder:
         import torch
 
         began = time.monotonic()
-        prompt_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
+        prompt_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"].to(self._module.device)
         self._check(prompt_ids.shape[1], max_new_tokens)
         clock = _Clock()
         with torch.inference_mode():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from weightcached.client.segments import torch_device
 from weightcached.client.transformers.loading import binding_to
 from weightcached.protocol.errors import (
     BindError,
@@ -21,6 +22,7 @@ from weightcached.protocol.errors import (
     UnsupportedModel,
     WeightCacheError,
 )
+from weightcached.protocol.memory.chosen import CPU
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -98,8 +100,9 @@ def import_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str) -> PreTrainedModel:
-    """``from_pretrained``, in evaluation mode: from disk, or bound to ``weights``. ``dtype`` is a name, or ``auto``.
+def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str, device: str = CPU) -> PreTrainedModel:
+    """``from_pretrained``, in evaluation mode: bound to ``weights`` where these are, or from disk to a config's
+    ``device``. ``dtype`` is a name, or ``auto``.
 
     The module holds the mapping; ``weights`` keeps the lease and has to be kept. Raises MissingTensor and ShapeMismatch
     where Transformers would go on with random values, BindError and UnsupportedModel where it would not map.
@@ -125,7 +128,7 @@ def load(recipe: Recipe, weights: WeightSet | None, *, dtype: str) -> PreTrained
         raise ShapeMismatch(
             "the checkpoint has other shapes", found=sorted(map(str, info["mismatched_keys"])), where=recipe.directory
         )
-    return model
+    return model if weights is not None or device == CPU else model.to(torch_device(device))
 
 
 def _for_this_engine(error: WeightCacheError, next_step: str) -> WeightCacheError:

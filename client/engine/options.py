@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from weightcached.protocol.command_line import Parser, seconds, user_id, whole_number
+from weightcached.protocol.memory.chosen import CPU, HOST, Memory, chosen
 from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.shard_options import add_device_arguments
 
 Mode = Literal["off", "client", "require", "daemon"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -46,6 +48,9 @@ class EngineOptions:
     runtime_dir: str | None = None
     dtype: Dtype = "auto"
     layout: Layout = "hf"
+    device: str = CPU
+    memory: Memory | None = None
+    """``None``: the device's own kind."""
     digest: str | None = None
     timeout_s: float = 600.0
     wait_for_daemon_s: float = 0.0
@@ -102,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="transformers: the state that Transformers makes, of any model, from a daemon with --engine transformers; "
         "hf: the checkpoint's own tensors (default: %(default)s)",
     )
+    add_device_arguments(parser)
     add(
         "--digest",
         metavar="HEX",
@@ -152,10 +158,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:
-    """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for."""
+    """Arguments of `weightcached serve` for the daemon that serves exactly what ``options`` will ask for. Raises
+    DeviceAbsent for a GPU that this process does not see.
+    """
     words = ["serve", "--model", os.fspath(model_dir)]
     words += ["--layout", "hf"] if options.layout == "hf" else ["--engine", options.layout]
     words += ["--dtype", options.dtype, "--name", options.name]
+    home = chosen(options.device, options.memory)
+    if home != HOST:
+        words += ["--device", home.option, "--memory", home.memory]
     if options.runtime_dir is not None:
         words += ["--runtime-dir", options.runtime_dir]
     return words

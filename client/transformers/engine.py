@@ -150,6 +150,9 @@ class _WithoutWeights:
     def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
         raise _BuiltWithoutWeights(call.arguments["model"])
 
+    def warm(self, warm: Callable[[], None]) -> None:
+        """Nothing is read."""
+
 
 def _without_weights(model_class: Any, request: EngineRequest) -> Any:
     """The module as it is before weights are read into it: quantized layers in place, parameters on the meta device."""

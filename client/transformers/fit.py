@@ -23,12 +23,14 @@ ENGINE_MADE = (
 )
 
 
-def require_plain(load_config: Any, state_dict: object) -> None:
-    """Raises InvalidOption for arguments of ``from_pretrained`` that cannot be honoured with mapped memory."""
-    devices = {str(device) for device in (load_config.device_map or {}).values()}
+def require_plain(load_config: Any, state_dict: object, device: torch.device) -> None:
+    """Raises InvalidOption for arguments of ``from_pretrained`` that cannot be honoured with memory that is mapped, on
+    ``device``.
+    """
+    elsewhere = {str(one) for one in (load_config.device_map or {}).values() if not _is_on(one, device)}
     quantizer = load_config.hf_quantizer
     asked = {
-        "device_map": devices - {"cpu"} and ", ".join(sorted(devices)),
+        "device_map": elsewhere and f"{', '.join(sorted(elsewhere))}, and weights on {device}",
         "device_mesh, tp_plan or distributed_config": load_config.device_mesh is not None and "a device mesh",
         "quantization_config": quantizer is not None and not quantizer.pre_quantized and "quantization while loading",
         "state_dict": state_dict is not None and "weights of its own",
@@ -36,6 +38,17 @@ def require_plain(load_config: Any, state_dict: object) -> None:
     for option, value in asked.items():
         if value:
             raise refused(option, value)
+
+
+def _is_on(asked: Any, device: torch.device) -> bool:
+    """Whether a value of a ``device_map`` means ``device``: a number is a GPU's, and a kind alone the one at hand."""
+    import torch
+
+    try:
+        named = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
+    except (RuntimeError, TypeError):  # `disk`
+        return False
+    return named.type == device.type and (named.index is None or named.index == (device.index or 0))
 
 
 def require_mappable(model: Any, tensors: Mapping[str, torch.Tensor], load_config: Any) -> None:
@@ -141,7 +154,7 @@ def refused(what: str, value: object) -> InvalidOption:
     """The error for an argument, or a kind of checkpoint, that cannot be honoured."""
     return InvalidOption(
         f"{what} cannot be had together with the weight cache",
-        expected="the tensors that config.json and the index name, as they are, in this host's memory",
+        expected="the tensors that config.json and the index name, as they are, where the daemon has them",
         found=value,
         next_step="leave it out, or load without the weight cache",
     )

@@ -1,8 +1,9 @@
-"""What is put in the place of two functions of Transformers while a block of :func:`reading` runs, and put back after.
+"""What is put in the place of functions of Transformers while a block of :func:`reading` runs, and put back after.
 
-They are where ``from_pretrained`` asks for a checkpoint's files, and where it reads them into the module. Everything
-else of a load stays Transformers' own: names and their conversion, prefixes of base models, tied and missing weights,
-buffers, the generation config. Knows nothing of daemons: a :class:`Reader` says what happens instead.
+They are where ``from_pretrained`` asks for a checkpoint's files, where it reads them into the module, and where it
+takes a GPU's memory for what it is going to read. Everything else of a load stays Transformers' own: names and their
+conversion, prefixes of base models, tied and missing weights, buffers, the generation config. Knows nothing of daemons:
+a :class:`Reader` says what happens instead.
 
 Calls of other threads and tasks, and those outside a block, go through unchanged.
 """
@@ -25,6 +26,10 @@ FIND = "_get_resolved_checkpoint_files"
 LOAD = "_load_pretrained_model"
 """A method of ``PreTrainedModel``: files, or a state dict, into a module whose parameters are on the meta device."""
 
+WARM = "caching_allocator_warmup"
+"""A function of ``transformers.modeling_utils``, in releases that have it: takes as much memory of a GPU as all that is
+to be read there will need."""
+
 _FIND_TAKES = frozenset({"pretrained_model_name_or_path", "variant", "gguf_file", "use_safetensors"})
 _LOAD_TAKES = frozenset({"model", "state_dict", "checkpoint_files", "load_config"})
 
@@ -40,6 +45,9 @@ class Reader(Protocol):
 
     def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
         """Instead of reading them: ``load`` is the function itself, with the arguments as ``call`` has them by then."""
+
+    def warm(self, warm: Callable[[], None]) -> None:
+        """Instead of taking a GPU's memory beforehand, while they are read: ``warm`` is the function itself."""
 
 
 @dataclass(eq=False)
@@ -63,7 +71,7 @@ _undo: Callable[[], None] | None = None
 def reading(reader: Reader) -> Iterator[None]:
     """In this block, and by this thread and task, what Transformers loads is found and read by ``reader``.
 
-    Raises UnsupportedModel where this release of Transformers has not got these functions; BindError at the end of a
+    Raises UnsupportedModel where this release of Transformers has not got the first two; BindError at the end of a
     block that overlaps another one of its thread and task without lying within it (generators, exit stacks).
     """
     _enter()
@@ -126,6 +134,10 @@ def _install() -> Callable[[], None]:
     found, loaded = _finding(find), type(load)(_loading(function))
     setattr(modeling_utils, FIND, found)
     setattr(model_class, LOAD, loaded)
+    warm = getattr(modeling_utils, WARM, None)
+    warmed = None if warm is None else _warming(warm)
+    if warmed is not None:
+        setattr(modeling_utils, WARM, warmed)
 
     def undo() -> None:
         # Whoever has put something of their own over ours meanwhile keeps it: ours, below it, lets everything through.
@@ -133,6 +145,8 @@ def _install() -> Callable[[], None]:
             setattr(modeling_utils, FIND, find)
         if inspect.getattr_static(model_class, LOAD) is loaded:
             setattr(model_class, LOAD, load)
+        if warmed is not None and getattr(modeling_utils, WARM) is warmed:
+            setattr(modeling_utils, WARM, warm)
 
     return undo
 
@@ -165,6 +179,18 @@ def _finding(original: Callable[..., Found]) -> Callable[..., Found]:
         return reader.find(asked.arguments, lambda: original(*args, **kwargs))
 
     return find
+
+
+def _warming(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def warm(*args: Any, **kwargs: Any) -> None:
+        reader = _reader()
+        if reader is None:
+            original(*args, **kwargs)
+        else:
+            reader.warm(lambda: original(*args, **kwargs))
+
+    return warm
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.engines import EngineRequest, engine_key
 from weightcached.protocol.errors import BindError, InvalidOption
+from weightcached.protocol.memory.chosen import CPU, chosen
 
 if TYPE_CHECKING:
     import os
@@ -53,8 +54,9 @@ def from_pretrained(
     Transformers' warning.
 
     Where mode ``client`` finds no daemon, and in mode ``off``, Transformers reads the files; the first is warned of and
-    counted. Raises InvalidOption for arguments that cannot be honoured (a device, quantization while loading, a state
-    dict, other files than the checkpoint's), UnsupportedModel where Transformers would have to convert tensors,
+    counted. With ``device`` the model is on that GPU, whoever loads it. Raises InvalidOption for arguments that cannot
+    be honoured (another device, quantization while loading, a state dict, other files than the checkpoint's),
+    UnsupportedModel where Transformers would have to convert tensors,
     BindError where it would have to cast them, and the errors of ``attach``.
     """
     with weights_from_cache(**(weight_cache or {})):
@@ -72,12 +74,15 @@ def weights_from_cache(**options: Any) -> Iterator[None]:
     """
     engine_arguments = tuple(options.pop("engine_arguments", ()))
     _require_usable(options)
+    home = chosen(options.get("device", CPU), options.get("memory"))
     granted: dict[int, WeightSet] = {}  # those that no model has yet
 
     def source(directory: Path) -> WeightSet | None:
         made: dict[str, Any] = {}
         if options.get("layout") == ADAPTER.name and options.get("mode") != "off":
-            made = made_by_transformers(directory, dtype=options.get("dtype", "auto"), arguments=engine_arguments)
+            made = made_by_transformers(
+                directory, dtype=options.get("dtype", "auto"), device=home.device, arguments=engine_arguments
+            )
         weights = attach_or_none(directory, **{**options, **made})
         if weights is not None:
             granted[id(weights)] = weights
@@ -88,7 +93,7 @@ def weights_from_cache(**options: Any) -> Iterator[None]:
         finalize(model, _close_aside, weights).atexit = False
         del granted[id(weights)]
 
-    reader = CacheReader(source, delivered=keep)
+    reader = CacheReader(source, delivered=keep, device=home.device)
     try:
         with reading(reader):
             yield
@@ -143,7 +148,9 @@ def _require_usable(options: Mapping[str, Any]) -> None:
         )
 
 
-def made_by_transformers(directory: Path, *, dtype: str = "auto", arguments: Sequence[str] = ()) -> dict[str, Any]:
+def made_by_transformers(
+    directory: Path, *, dtype: str = "auto", device: str = CPU, arguments: Sequence[str] = ()
+) -> dict[str, Any]:
     """Options of ``attach`` for the layout that Transformers makes: its name, and the key of what this process would
     make of the checkpoint in ``directory``. Imports Transformers. Raises what the adapter's key raises.
     """
@@ -151,6 +158,7 @@ def made_by_transformers(directory: Path, *, dtype: str = "auto", arguments: Seq
         model_dir=directory,
         parallel=Parallel(tp_size=1, tp_rank=0),
         dtype=dtype,  # type: ignore[arg-type]  # checked by who builds a config of it
+        device=device,
         arguments=tuple(arguments),
     )
     return {"layout": ADAPTER.name, "engine": engine_key(ADAPTER.name, request)}

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weightcached.client.segments import torch_device
 from weightcached.client.transformers import fit
 from weightcached.client.transformers.engine import ADAPTER
 from weightcached.client.transformers.hooks import Found
 from weightcached.client.transformers.switching import remember_copies
 from weightcached.client.weights import WeightSet
+from weightcached.protocol.memory.chosen import CPU
 
 Source = Callable[[Path], WeightSet | None]
 """Weights for the checkpoint in a directory; ``None``: Transformers is to read the files."""
@@ -32,11 +34,14 @@ class _NoFiles(list[str]):
 class CacheReader:
     """A :class:`Reader` that loads from what ``source`` gives; ``delivered`` hears of each model and its weights."""
 
-    def __init__(self, source: Source, *, delivered: Callable[[Any, WeightSet], None]) -> None:
+    def __init__(self, source: Source, *, delivered: Callable[[Any, WeightSet], None], device: str = CPU) -> None:
         self.asked = False
         """Whether Transformers has asked for a model's files at all."""
         self._source = source
         self._delivered = delivered
+        self._device = device
+        """A config's, for what Transformers reads itself: the weights of ``source`` are where they are."""
+        self._mapping = False
 
     def find(self, asked: Mapping[str, Any], ask: Callable[[], Found]) -> Found:
         explicit = asked.get("transformers_explicit_filename")
@@ -55,18 +60,26 @@ class CacheReader:
     def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
         files, load_config = call.arguments["checkpoint_files"], call.arguments["load_config"]
         if not isinstance(files, _NoFiles):
+            if self._device != CPU and load_config.device_map is None:
+                call.arguments["load_config"] = replace(load_config, device_map={"": torch_device(self._device)})
             return load()
-        fit.require_plain(load_config, call.arguments["state_dict"])
+        device = files.weights.torch_device
+        fit.require_plain(load_config, call.arguments["state_dict"], device)
         if files:
             raise fit.refused("the configuration's further files", ", ".join(files))
         model, weights = call.arguments["model"], files.weights
+        load_config = replace(load_config, device_map={"": device})  # else Transformers copies all to the host
         engine_made = weights.meta.config["layout"] == ADAPTER.name
         if engine_made:  # today's names, and values as they are wanted: there is nothing left to convert
             load_config = replace(load_config, weight_mapping=[])
         tensors = {name: weights[name] for name in weights if weights.manifest.geometry(name).alias_of is None}
         fit.require_mappable(model, tensors, load_config)
         call.arguments.update(state_dict=tensors, checkpoint_files=None, load_config=load_config)
-        result = load()
+        self._mapping = True
+        try:
+            result = load()
+        finally:
+            self._mapping = False
         if engine_made:
             model._weight_conversions = None  # as of a model that was not loaded: saved as its class is by default
         storages = fit.storages_of(tensors.values())
@@ -78,6 +91,11 @@ class CacheReader:
             fit.require_complete(model, lacking)
         self._delivered(model, weights)
         return result
+
+    def warm(self, warm: Callable[[], None]) -> None:
+        """What is mapped needs no memory of the GPU besides its own."""
+        if not self._mapping:
+            warm()
 
 
 def _directory(asked: Mapping[str, Any], ask: Callable[[], Found]) -> Path:

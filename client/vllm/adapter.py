@@ -21,12 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from weightcached.client.segments import torch_device
 from weightcached.client.vllm.building import Building, Stage
 from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.engines import Built, EngineRequest, Progress
 from weightcached.protocol.errors import InvalidOption, UnsupportedModel
+from weightcached.protocol.memory.chosen import CPU
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import ModelConfig, VllmConfig
 
 NAME = "vllm"
@@ -51,21 +54,24 @@ class VllmAdapter:
     def key(self, request: EngineRequest) -> Mapping[str, Any]:
         """Imports vLLM, and makes its config. Reads no weight."""
         asked = _Asked.of(request)
-        return key_of(asked.config, asked.config.model_config, request.model_dir, asked.stage).entries
+        gpu = asked.device.index or 0
+        return key_of(asked.config, asked.config.model_config, request.model_dir, asked.stage, gpu=gpu).entries
 
     def build(self, request: EngineRequest, progress: Progress) -> Built:
         """Parameters, and buffers that a state dict has: all others follow from the config, in any engine."""
         progress("import vllm")
         asked = _Asked.of(request)
-        return Building(asked.config, asked.stage, request.parallel, progress).built()
+        return Building(asked.config, asked.stage, request.parallel, asked.device, progress).built()
 
 
 ADAPTER = VllmAdapter()
 
 
-def key_of(config: VllmConfig, model_config: ModelConfig, model_dir: Path, stage: Stage = "before") -> EngineKey:
+def key_of(
+    config: VllmConfig, model_config: ModelConfig, model_dir: Path, stage: Stage = "before", *, gpu: int = 0
+) -> EngineKey:
     """The key of one model of ``config``, whose checkpoint is ``model_dir``, as vLLM is configured in this process.
-    Compute it before the model is made, which changes the config.
+    Compute it before the model is made, which changes the config. ``gpu`` is the number of the GPU where there is one.
     """
     import torch
     import vllm
@@ -93,7 +99,7 @@ def key_of(config: VllmConfig, model_config: ModelConfig, model_dir: Path, stage
             "linear_backend": str(config.kernel_config.linear_backend),
             "moe_backend": str(config.kernel_config.moe_backend),
             "platform": current_platform.device_type,
-            "instruction_set": _instruction_set(),
+            "instruction_set": _instruction_set(gpu),
             "environment": {name: os.environ[name] for name in switches},
         },
     )
@@ -119,10 +125,13 @@ def _quantization_files(model_dir: Path) -> dict[str, str]:
     return found
 
 
-def _instruction_set() -> str:
-    """What vLLM's CPU kernels look at when they choose how weights lie."""
+def _instruction_set(gpu: int) -> str:
+    """What vLLM's kernels look at when they choose how weights lie: a CPU's features, or a GPU's compute capability."""
     import torch
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return f"capability {current_platform.get_device_capability(gpu)}"
     features = [name for name in ("amx_tile", "avx512_bf16") if getattr(torch.cpu, f"_is_{name}_supported")()]
     return " ".join([torch.backends.cpu.get_cpu_capability(), *features])
 
@@ -133,6 +142,7 @@ class _Asked:
 
     config: VllmConfig
     stage: Stage
+    device: torch.device
 
     @classmethod
     def of(cls, request: EngineRequest) -> _Asked:
@@ -150,7 +160,22 @@ class _Asked:
                 expected=f"--load-format {_LOAD_FORMATS[0]}",
                 found=given.load_format,
             )
-        return cls(EngineArgs.from_cli_args(given).create_engine_config(), stage)
+        config = EngineArgs.from_cli_args(given).create_engine_config()
+        return cls(config, stage, _device_of(config, request.device))
+
+
+def _device_of(config: VllmConfig, device: str) -> torch.device:
+    """The device that a request is for. Raises InvalidOption where this vLLM computes on another kind."""
+    import torch
+
+    kind = torch.device(config.device_config.device).type
+    if kind != ("cpu" if device == CPU else "cuda"):
+        raise InvalidOption(
+            "this vLLM computes on another kind of device than the weights are to live on",
+            expected=f"--device {kind}" if kind in ("cpu", "cuda") else "vLLM on a CPU or on NVIDIA's GPUs",
+            found=f"vLLM on {kind}, weights on {device}",
+        )
+    return torch_device(device)
 
 
 def _parsed(arguments: tuple[str, ...]) -> tuple[argparse.Namespace, Stage]:

@@ -37,15 +37,16 @@ _WITH_PEERS = (
 
 
 @contextmanager
-def alone_as(parallel: Parallel) -> Iterator[None]:
-    """vLLM's groups are initialised in this block, as rank ``parallel``. vLLM's current config has to be set, and this
+def alone_as(parallel: Parallel, gpu: int = 0) -> Iterator[None]:
+    """vLLM's groups are initialised in this block, as rank ``parallel``, on the GPU with that number where vLLM uses
+    one. vLLM's current config has to be set, and this
     process can be one rank only, once.
     """
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        init_distributed_environment(1, 0, f"file://{folder}/gloo", local_rank=0, backend="gloo")
+        init_distributed_environment(1, 0, f"file://{folder}/gloo", local_rank=gpu, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
         _become(parallel)
         with _without_peers(parallel):

@@ -25,7 +25,10 @@ Stage = Literal["before", "after"]
 class Building:
     """One model for one rank, from vLLM's config to its state."""
 
-    def __init__(self, config: VllmConfig, stage: Stage, parallel: Parallel, progress: Progress) -> None:
+    def __init__(
+        self, config: VllmConfig, stage: Stage, parallel: Parallel, device: torch.device, progress: Progress
+    ) -> None:
+        """``device`` is of the kind that ``config`` says."""
         import torch
         from vllm.model_executor.model_loader import get_model_loader
 
@@ -33,9 +36,9 @@ class Building:
         self._model_config: ModelConfig = config.model_config
         self._stage = stage
         self._progress = progress
-        self._device = torch.device(config.device_config.device)
-        if self._device.type != "cpu":
-            raise UnsupportedModel("this release keeps weights in host memory", expected="cpu", found=self._device.type)
+        self._device = device
+        if device.type != "cpu":
+            torch.cuda.set_device(device)
         self._parallel = parallel
         self._loader = get_model_loader(config.load_config)
 
@@ -50,7 +53,7 @@ class Building:
         init_workspace_manager(self._device)
         alone = ExitStack()  # until the weights are loaded
         with self._configured():
-            alone.enter_context(alone_as(self._parallel))
+            alone.enter_context(alone_as(self._parallel, self._device.index or 0))
             self._progress("build vllm model")
             with self._device:
                 model: torch.nn.Module = self._loader.create_model(self._config, self._model_config)

@@ -5,8 +5,8 @@ weight of each linear layer for its kernels, into memory of its own, and empties
 mapped this is left out, and the layer multiplies with the mapped matrix itself. What post-processing has to make anew
 (experts and quantized layers in a kernel's order) is private memory: it is counted here, and said.
 
-The module is built on the CPU, not on the meta device: its buffers and the initial values of what no checkpoint has are
-needed, and an ``empty`` parameter takes no memory until somebody writes to it.
+The module is built on its device, not on the meta device: its buffers and the initial values of what no checkpoint has
+are needed. In host memory an ``empty`` parameter takes nothing until somebody writes to it; `on_gpu.py` has the rest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_servable(model: torch.nn.Module, device: torch.device) -> None:
+def require_servable(model: torch.nn.Module) -> None:
     """Raises UnsupportedModel, by name, for what cannot have its parameters from a daemon."""
-    if device.type != "cpu":
-        raise UnsupportedModel(
-            "this release keeps weights in host memory",
-            expected="vLLM on a CPU",
-            found=f"vLLM on {device.type}",
-            next_step="use weight_cache_mode 'off' on this device",
-        )
     methods = {type(module.quant_method).__name__ for module in model.modules() if _quantizes_while_loading(module)}
     if methods:
         raise UnsupportedModel(

@@ -24,9 +24,10 @@ from weightcached.client.timing import Stages
 from weightcached.client.vllm import obtain, swapping
 from weightcached.client.vllm.adapter import key_of
 from weightcached.client.vllm.in_place import bind_in_place, require_servable, sharing_of, without_packing
+from weightcached.client.vllm.on_gpu import give_copies, parameters_unfilled
 from weightcached.client.vllm.options import parse
 from weightcached.client.vllm.processed import bind_processed, require_processed
-from weightcached.client.vllm.ranks import parallel_of
+from weightcached.client.vllm.ranks import home_of, number_of, parallel_of
 from weightcached.client.vllm.report import LoadReport, own_memory_nbytes
 from weightcached.client.vllm.together import obtain_together
 from weightcached.client.weights import WeightSet
@@ -101,7 +102,8 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
         resolve(model_config.model, revision=_revision(model_config))
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        """Bytes of weights outside this process's own memory, so that vLLM sizes its caches with them counted.
+        """Bytes of weights outside this process's own memory, so that vLLM sizes its caches with them counted: on a GPU
+        whole pages of it, which vLLM takes off the part of the GPU that it may use.
 
         Asked before the model is loaded. 0 where vLLM's own loader is going to be used.
         """
@@ -132,20 +134,26 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
         dtype = obtain.dtype_to_ask_for(self._options, model_dir, model_config.dtype)
         engine = None
         if self._options.layout == "vllm":
-            engine = key_of(vllm_config, model_config, model_dir, self._options.stage)
-        return obtain.Wish(self._options, name, model_dir, parallel_of(vllm_config, model_config), dtype, engine)
+            gpu = number_of(self._device(vllm_config))
+            engine = key_of(vllm_config, model_config, model_dir, self._options.stage, gpu=gpu)
+        home = home_of(self._device(vllm_config))
+        return obtain.Wish(self._options, name, model_dir, parallel_of(vllm_config, model_config), dtype, engine, home)
+
+    def _device(self, vllm_config: VllmConfig) -> torch.device:
+        return torch.device(self.load_config.device or vllm_config.device_config.device)
 
     def _built(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, weights: WeightSet, stages: Stages
     ) -> torch.nn.Module:
         """The module with ``weights`` in it, ready to compute."""
-        device = torch.device(self.load_config.device or vllm_config.device_config.device)
+        device = self._device(vllm_config)
+        on_gpu = device.type != "cpu"
         with set_default_torch_dtype(model_config.dtype):
-            with stages.stage("module"), device:
+            with stages.stage("module"), device, parameters_unfilled() if on_gpu else nullcontext():
                 model: torch.nn.Module = self.create_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
                 )
-            require_servable(model, device)
+            require_servable(model)
             processed = self._options.stage == "after"
             with stages.stage("bind"):
                 if processed:
@@ -153,6 +161,8 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
                 else:
                     # What vLLM starts from where a checkpoint has no scales is in a layout of its own already.
                     bind_in_place(model, weights, lacks_scales=self._options.layout == "fused")
+                    if on_gpu:
+                        give_copies(model, weights)
             with (
                 stages.stage("post-processing"),
                 without_packing(),

@@ -19,6 +19,7 @@ from weightcached.client.weights import WeightSet
 from weightcached.protocol.config import Parallel, read_model_config
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.engine_key import EngineKey
+from weightcached.protocol.memory.chosen import HOST, Chosen
 from weightcached.protocol.places import Place, runtime_directory
 from weightcached.protocol.ranks import device_of, ranks_of
 
@@ -41,10 +42,12 @@ class Wish:
     """As the daemon was told."""
     engine: EngineKey | None = None
     """Of layout ``vllm``."""
+    home: Chosen = HOST
+    """The memory that the worker computes with."""
 
     @property
     def place(self) -> Place:
-        return Place(runtime_directory(self.options.runtime_dir), self.name, device_of(self.parallel))
+        return Place(runtime_directory(self.options.runtime_dir), self.name, device_of(self.parallel, self.home.device))
 
     @property
     def shard(self) -> dict[str, Any]:
@@ -85,6 +88,8 @@ def weights_for(wish: Wish) -> WeightSet:
         _own_daemon(wish, deadline)
     return attach(
         wish.model_dir,
+        device=wish.home.option,
+        memory=wish.home.memory,
         mode="require",  # in mode `client` absence is answered with vLLM's own loader, not with ours
         name=wish.name,
         runtime_dir=options.runtime_dir,
@@ -125,6 +130,8 @@ def serve_words(wish: Wish) -> Sequence[str]:
     for word, value in (*wish.shard.items(), ("runtime_dir", options.runtime_dir), ("cache_dir", options.cache_dir)):
         if value is not None:
             words += [f"--{word.replace('_', '-')}", str(value)]
+    if wish.home != HOST:
+        words += ["--device", wish.home.option, "--memory", wish.home.memory]
     for filesystem in options.trusted_filesystems:
         words += ["--trust-filesystem", filesystem]
     return words

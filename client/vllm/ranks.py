@@ -1,4 +1,4 @@
-"""Which rank of the model this worker is, by vLLM's own parallel state, in the words of a place.
+"""Which rank of the model this worker is, by vLLM's own parallel state, and on which device, in the words of a place.
 
 Owns the translation, and the arrangements that no daemon serves: they are refused by name, because their shards would
 have the right shapes and the wrong experts.
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import UnsupportedModel
+from weightcached.protocol.memory.chosen import HOST, Chosen, chosen
 from weightcached.protocol.ranks import rank_of
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import ModelConfig, VllmConfig
 
 
@@ -32,6 +34,33 @@ def parallel_of(vllm_config: VllmConfig, model_config: ModelConfig) -> Parallel:
             sizes["ep"], ranks["ep"] = experts.world_size, experts.rank_in_group
             placement = config.expert_placement_strategy if experts.world_size > 1 else "linear"
     return rank_of(sizes, ranks, placement=placement)
+
+
+def home_of(device: torch.device) -> Chosen:
+    """Where the weights of a worker that computes on ``device`` are to be: in host memory, or on its GPU, by UUID. The
+    driver and torch number what this process sees alike.
+
+    Raises UnsupportedModel for another kind of device, DeviceAbsent for a GPU that the driver does not show.
+    """
+    if device.type == "cpu":
+        return HOST
+    if device.type != "cuda":
+        raise UnsupportedModel(
+            "this release has no memory kind for this device",
+            expected="vLLM on a CPU or on NVIDIA's GPUs",
+            found=f"vLLM on {device.type}",
+            next_step="use weight_cache_mode 'off' on this device",
+        )
+    return chosen(f"cuda:{number_of(device)}")
+
+
+def number_of(device: torch.device) -> int:
+    """The number of ``device`` in this process: of a GPU that is only called by its kind, the current one's."""
+    import torch
+
+    if device.type == "cuda" and device.index is None:
+        return torch.cuda.current_device()
+    return device.index or 0
 
 
 def _require_known_experts(config: object) -> None:

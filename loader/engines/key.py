@@ -30,6 +30,7 @@ def answer(name: str, request: dict[str, Any]) -> dict[str, Any]:
                 model_dir=Path(request["model_dir"]),
                 parallel=Parallel.model_validate(request["parallel"]),
                 dtype=request["dtype"],
+                device=request["device"],
                 arguments=tuple(request["arguments"]),
             ),
         )

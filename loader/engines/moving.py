@@ -1,4 +1,5 @@
-"""Tensors and their places in a mapped segment: a tensor over a place, copying to it, and moving there.
+"""Tensors and their places: a tensor over a place of a mapped segment, copying to it, and moving there; or the bytes
+that a place is to have, for memory that the host cannot address (`onto_device.py`).
 
 Knows torch; owns no memory. What is moved is of no use once the segment is unmapped.
 """
@@ -33,6 +34,26 @@ def copy_to(place: torch.Tensor, tensor: torch.Tensor) -> None:
             if step == 0:  # an expanded axis: all its elements are one
                 source, place = source.narrow(axis, 0, 1), place.narrow(axis, 0, 1)
         place.copy_(source)
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in a GPU's memory, for the driver to copy."""
+    return bool(tensor.is_cuda)
+
+
+def dense(one: PlacedTensor) -> torch.Tensor:
+    """The bytes of the tensor's place, in one piece and on the tensor's own device: the tensor itself, or a copy where
+    it has gaps, with zeros there. Not empty.
+    """
+    import torch
+
+    source = one.tensor.detach()
+    if source.numel() * source.itemsize == one.nbytes:
+        whole: torch.Tensor = source.as_strided((source.numel(),), (1,))
+        return whole.view(torch.uint8)
+    copy = torch.zeros(one.nbytes // source.itemsize, dtype=source.dtype, device=source.device)
+    copy_to(copy.as_strided(source.shape, source.stride()), source)
+    return copy.view(torch.uint8)
 
 
 def move(state: PlacedState, segment: memoryview) -> None:

@@ -2,8 +2,8 @@
 
 Owns the order: receipts of the files, the key once more, build, copy, receipts again. Peak memory is what the engine
 needs to build, then the state twice: the keeper admits the copy when the engine's own is there already. Where the
-adapter gives unfilled tensors they are moved into the segment first, and the state is there once. Speaks to nobody;
-`worker.py` asks.
+adapter gives unfilled tensors they are moved into the segment first, and the state is there once; a GPU's segment they
+are copied to in any case (`onto_device.py`). Speaks to nobody; `worker.py` asks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from weightcached.loader.destination import Destination, Target
 from weightcached.loader.engines.moving import copy_to, move, place_of
 from weightcached.loader.engines.returned import require_built
 from weightcached.loader.engines.state import PlacedTensor, place_state
@@ -30,6 +31,7 @@ from weightcached.protocol.engines import Built, EngineRequest, Progress, engine
 from weightcached.protocol.errors import EngineFailed, InsufficientMemory, WeightCacheError
 from weightcached.protocol.manifest import ManifestMeta, NameAccounting, Row, encode_manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.chosen import CPU, GPU_PREFIX
 
 COPY_THREADS_MAX = 4
 PROGRESS_EVERY_S = 0.1
@@ -48,10 +50,11 @@ class EngineState:
         files_nbytes: int,
         build_s: float,
     ) -> None:
+        """On a GPU the driver is asked which it is here; raises DeviceAbsent, and what ``place_state`` raises."""
         self._config = config
         self._built = built
         self._seconds = {"build": build_s}
-        self._state = place_state(built)
+        self._state = place_state(built, gpu=_number_of(config.device))
         self.receipts = receipts
         self._receipts_now = receipts_now
         self.files_nbytes = files_nbytes
@@ -66,33 +69,45 @@ class EngineState:
         """Bytes of all tensors, each place once."""
         return sum(one.nbytes for one in self._state.placed if one.alias_of is None)
 
-    def copy(self, segment: int, progress: Callable[[int, int], None]) -> tuple[Callable[..., bytes], dict[str, float]]:
-        """Copy every tensor to its place in ``segment``, a writable descriptor, or have it filled there, and digest
-        what lies there. Blocks.
+    def copy(
+        self, segment: Target, progress: Callable[[int, int], None]
+    ) -> tuple[Callable[..., bytes], dict[str, float]]:
+        """Copy every tensor to its place in ``segment``, and digest what lies there; in host memory, what can be filled
+        is filled there. Blocks.
 
         Returns what encodes the manifest, and the seconds of each stage. Nothing is mapped afterwards: of tensors that
         have been moved nothing may be read any more. Raises CheckpointChanged, and what the engine's filling raises, as
         :func:`build_state` does.
         """
         seconds = dict(self._seconds)
-        with closing(host.map_shared(segment, nbytes=self.segment_nbytes)) as mapping:
-            if self._built.fill is not None:
-                started_s = time.perf_counter()
-                self._fill(self._built.fill, mapping.view())
-                seconds["fill"] = time.perf_counter() - started_s
-            started_s = time.perf_counter()
-            places = [one for one in self._state.placed if one.alias_of is None]
-            digests = _copied(places, mapping.view(), progress)
-            seconds["copy"] = time.perf_counter() - started_s
+        if isinstance(segment, int):
+            with closing(host.map_shared(segment, nbytes=self.segment_nbytes)) as mapping:
+                self._fill(seconds, into=mapping.view())
+                with _timed(seconds, "copy"):
+                    digests = _copied(self._places, mapping.view(), progress)
+        else:
+            self._fill(seconds, into=None)
+            with _timed(seconds, "copy"):
+                digests = _copied_onto(self._places, segment, progress)
         # From the paths anew: a file that was put in another's place is seen too, and not only one that was written to.
         self.receipts.require_same(self._receipts_now())
         rows = tuple(_row(one, digests[one.alias_of or one.name]) for one in self._state.placed)
         return partial(self._encode, rows, seconds), seconds
 
-    def _fill(self, fill: Callable[[], Built], segment: memoryview) -> None:
-        move(self._state, segment)
-        with engine_errors(self._config.layout):
-            returned = fill()
+    @property
+    def _places(self) -> list[PlacedTensor]:
+        return [one for one in self._state.placed if one.alias_of is None]
+
+    def _fill(self, seconds: dict[str, float], *, into: memoryview | None) -> None:
+        """Have the engine load, where it has left that to be done: into the segment, or where its tensors are."""
+        fill = self._built.fill
+        if fill is None:
+            return
+        with _timed(seconds, "fill"):
+            if into is not None:
+                move(self._state, into)
+            with engine_errors(self._config.layout):
+                returned = fill()
         self._built = require_built(returned, what=f"what fills the state of engine {self._config.layout}")
         self._state = self._state.with_tensors_of(self._built)
 
@@ -137,7 +152,11 @@ def build_state(
     and what opening the checkpoint raises.
     """
     request = EngineRequest(
-        model_dir=Path(model_dir), parallel=config.parallel, dtype=config.dtype, arguments=tuple(arguments)
+        model_dir=Path(model_dir),
+        parallel=config.parallel,
+        dtype=config.dtype,
+        device=config.device,
+        arguments=tuple(arguments),
     )
     before, files_nbytes = _receipts(model_dir, also_trusted)
     _require_same_key(engine_key(config.layout, request), config)
@@ -152,6 +171,22 @@ def build_state(
         files_nbytes=files_nbytes,
         build_s=time.perf_counter() - started_s,
     )
+
+
+def _number_of(device: str) -> int | None:
+    """What this process, torch included, calls a config's device; None for host memory."""
+    if device == CPU:
+        return None
+    from weightcached.protocol.memory.cuda import devices
+
+    return devices.find(device.removeprefix(GPU_PREFIX)).ordinal
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started_s = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - started_s
 
 
 def _receipts(model_dir: str, also_trusted: Collection[str]) -> tuple[Receipts, int]:
@@ -208,6 +243,17 @@ def _is_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "out of memory", "Cannot allocate memory")
     )
+
+
+def _copied_onto(
+    places: Sequence[PlacedTensor], segment: Destination, progress: Callable[[int, int], None]
+) -> dict[str, bytes]:
+    from weightcached.loader.device import DeviceSegment
+    from weightcached.loader.engines.onto_device import copy_onto
+
+    if not isinstance(segment, DeviceSegment):
+        raise TypeError(f"nobody has said how to copy an engine's state to {segment}")
+    return copy_onto(places, segment, progress)
 
 
 def _copied(

@@ -38,12 +38,14 @@ class PlacedState:
 
     placed: tuple[PlacedTensor, ...]
     segment_nbytes: int
+    gpu: int | None = None
+    """The number, in this process, of the GPU that tensors may be on beside host memory; None: of no GPU."""
 
     def with_tensors_of(self, built: Built) -> PlacedState:
         """The same places for the tensors of ``built``. Raises UnsupportedModel unless names and forms are the same,
         and what was tied still is.
         """
-        now = {one.name: one for one in place_state(built).placed}
+        now = {one.name: one for one in place_state(built, gpu=self.gpu).placed}
         before = {one.name: one for one in self.placed}
         for name in [*before, *(now.keys() - before.keys())]:
             ties = name in before and before[name].alias_of is not None
@@ -58,8 +60,9 @@ def _form(one: PlacedTensor, *, ties: bool) -> tuple[object, ...]:
     return (*form, f"tied to {one.alias_of}") if ties else form
 
 
-def place_state(built: Built) -> PlacedState:
-    """Lay what was built one tensor after the other, each aligned, tied names in one place.
+def place_state(built: Built, *, gpu: int | None = None) -> PlacedState:
+    """Lay what was built one tensor after the other, each aligned, tied names in one place. Tensors may lie in host
+    memory, and on the GPU with the number ``gpu``, where the weights are to live there.
 
     Raises UnsupportedModel naming a tensor that cannot be shared, a name that stands twice, names that share memory in
     different forms, and names and scalars that no manifest can hold.
@@ -72,7 +75,7 @@ def place_state(built: Built) -> PlacedState:
         name, tensor = named.name, named.tensor
         if name in placed:
             raise refused(name, "a name that no other tensor has", "the name stands twice")
-        dtype = _checked_dtype(name, tensor)
+        dtype = _checked_dtype(name, tensor, gpu)
         place = _identity(tensor)
         target = first_of.get(place)
         if target is not None:
@@ -84,7 +87,7 @@ def place_state(built: Built) -> PlacedState:
         placed[name] = PlacedTensor(name, tensor, offset, nbytes, dtype, named.kind, named.persistent, alias_of)
         first_of.setdefault(place, placed[name])
     _require_apart(first_of.values())
-    return PlacedState(tuple(placed.values()), end)
+    return PlacedState(tuple(placed.values()), end, gpu)
 
 
 def _named_tensors(built: Built) -> Iterator[NamedTensor]:
@@ -100,8 +103,8 @@ def _named_tensors(built: Built) -> Iterator[NamedTensor]:
     yield from built.tensors
 
 
-def _checked_dtype(name: str, tensor: Any) -> str:
-    """Our name of its dtype, if it is a tensor whose elements lie in this process's memory as its strides say."""
+def _checked_dtype(name: str, tensor: Any, gpu: int | None) -> str:
+    """Our name of its dtype, if it is a tensor whose elements lie in memory that can be copied, as its strides say."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -113,8 +116,10 @@ def _checked_dtype(name: str, tensor: Any) -> str:
         form = "nested" if tensor.is_nested else f"layout {tensor.layout}"
         raise refused(name, "a dense tensor", f"{form}, dtype {tensor.dtype}")
     storage = tensor.untyped_storage()
-    if tensor.device.type != "cpu" or storage.device.type != "cpu":
-        raise refused(name, "a tensor in host memory", f"device {tensor.device}, memory on {storage.device}")
+    usable = ("cpu",) if gpu is None else ("cpu", f"cuda:{gpu}")
+    if not {str(tensor.device), str(storage.device)} <= set(usable):
+        expected = "a tensor in host memory" if gpu is None else f"a tensor in host memory, or on {usable[-1]}"
+        raise refused(name, expected, f"device {tensor.device}, memory on {storage.device}")
     if tensor.is_conj() or tensor.is_neg():
         raise refused(name, "elements as they lie in memory", "a conjugate or negated view")
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -31,6 +31,11 @@ class Chosen:
     reason: str = field(default="the device's own kind", compare=False)
     """Why this kind, for a log."""
 
+    @property
+    def option(self) -> str:
+        """The device as an option that means the same in any process: ``cpu``, or ``cuda:`` and the whole UUID."""
+        return CPU if self.device == CPU else f"cuda:{self.device.removeprefix(GPU_PREFIX)}"
+
 
 HOST = Chosen("host", CPU)
 

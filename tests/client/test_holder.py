@@ -51,6 +51,11 @@ def held() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             process.kill()
 
 
+def watchers() -> list[threading.Thread]:
+    """Threads of this process that watch a holder."""
+    return [one for one in threading.enumerate() if one.name == "weightcached-holder"]
+
+
 def ended(work: Callable[[], object], then: Callable[[], object]) -> tuple[int, str, float]:
     """Fork, call ``work``, then wait to be ended; meanwhile call ``then`` here once ``work`` has returned. The child's
     exit status, what it wrote to standard error, and the seconds from ``then`` to its end.
@@ -170,7 +175,7 @@ def test_a_function_has_the_last_word_and_no_say(tmp_path: Path, monkeypatch: py
 def test_a_watch_nobody_refers_to_ends_and_gives_its_descriptor_back() -> None:
     with held() as (process, fd):
         watch = HolderWatch(fd, where=WHERE)
-        [thread] = [one for one in threading.enumerate() if one.name == "weightcached-holder"]
+        [thread] = watchers()
         del watch
         gc.collect()
         thread.join(20)
@@ -259,7 +264,7 @@ def test_a_grant_of_held_memory_is_mapped_and_watched(cuda_here: CudaHere, tmp_p
         mapped = imported(config, grant, fds)
         [segment] = mapped.segments
         assert bytes(segment.view()[:16]) == b"\5" * 16
-        [watcher] = [one for one in threading.enumerate() if one.name == "weightcached-holder"]
+        [watcher] = watchers()
         mapped.close()
         watcher.join(20)
         assert not watcher.is_alive()
@@ -276,7 +281,7 @@ def test_a_grant_of_held_memory_without_its_holder_or_with_something_else_is_ref
             imported(config, grant, [*fds[:2], fds[0]])
         with pytest.raises(TransferError, match="the card of segment 0 has another size"):
             imported(config, grant, [fds[0], fds[0], fds[2]])
-        assert threading.active_count() == 1
+        assert watchers() == []
     assert cuda_here.live() == ""
 
 
@@ -287,5 +292,5 @@ def test_a_holder_that_ends_before_its_memory_is_open_is_what_is_reported(cuda_h
         os.waitid(os.P_PIDFD, fds[2], os.WEXITED | os.WNOWAIT)
         with pytest.raises(HolderDied, match=WHERE):
             imported(config, grant, fds)
-        assert threading.active_count() == 1
+        assert watchers() == []
     assert cuda_here.live() == ""

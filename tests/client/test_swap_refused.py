@@ -108,6 +108,7 @@ def test_a_grant_that_lies_is_an_error_and_the_weights_stay(
         weights.lease.ping()
 
 
+@pytest.mark.parametrize("policy", ["refuse", "discard"])
 def test_parameters_that_were_written_to_are_named(swappable: WeightSet, policy: str) -> None:
     swappable["square"][2, 2] = 7
     swappable["codes"][4999] = swappable["codes"][4999]  # a page of its own with the same bytes is no change

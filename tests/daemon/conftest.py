@@ -1,5 +1,5 @@
-"""What the daemon's tests share: a checkpoint whose receipts prove something, and a runtime directory with a short
-path.
+"""What the daemon's tests share: a checkpoint whose receipts prove something, a runtime directory with a short path,
+and the engine of tests/example_engine with its checkpoint.
 """
 
 import tempfile
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import tiny_llama
+from tests.support.example_engine import install, toy_model
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 
 
@@ -29,3 +30,21 @@ def runtime_dir() -> Iterator[Path]:
     """A directory for sockets, not made yet. (pytest's own paths are too long for a socket.)"""
     with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name:
         yield Path(name) / "run"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("installed") / "site")
+
+
+@pytest.fixture
+def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where it is installed, for this process and all that it starts."""
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    return installed
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_model(tmp_path_factory.mktemp("toy"))

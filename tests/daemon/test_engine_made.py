@@ -14,30 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.daemons import TIMEOUT_S, Daemon, daemon, supervised_daemon
-from tests.support.example_engine import install, toy_model
 from tests.support.unprivileged import ROOT
 from weightcached.client import WeightSet
 from weightcached.protocol.errors import CacheConfigMismatch, DaemonAbsent, DaemonFailed, InvalidOption
 
 PACKED = ("--engine", "toy", "--", "--packing", "4")
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("installed") / "site")
-
-
-@pytest.fixture
-def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it is installed, for this process and all that it starts."""
-    monkeypatch.syspath_prepend(installed)
-    monkeypatch.setenv("PYTHONPATH", str(installed))
-    return installed
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_model(tmp_path_factory.mktemp("toy"))
 
 
 def attached(served: Daemon, *arguments: str, **options: Any) -> WeightSet:

@@ -10,17 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import REAL, Daemon, daemon, start, supervised_daemon
+from tests.support.daemons import REAL, start
 from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
+from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import gpu_engine
 from tests.support.unprivileged import ROOT
-from weightcached.client import attach
 from weightcached.daemon import cli
 from weightcached.daemon.holdings import Holdings
 from weightcached.daemon.listen_fds import HandedOver
@@ -30,42 +28,6 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host, names
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import Place
-
-
-def place_of(device: FakeDevice, runtime_dir: Path) -> Place:
-    return Place(runtime_dir, "default", f"gpu-{device.uuid}")
-
-
-@contextmanager
-def gpu_daemon(
-    fake: FakeCuda,
-    model: Path,
-    runtime_dir: Path,
-    *extra: str,
-    supervised: bool = False,
-    device: int = 0,
-    **variables: str,
-) -> Iterator[Daemon]:
-    """A daemon with the real worker on this device of the table."""
-    wanted = fake.devices[device]
-    maker = supervised_daemon if supervised else daemon
-    environment = {**fake.environment, **variables}
-    with maker(model, runtime_dir, "--device", f"cuda:{wanted.uuid}", *extra, environment=environment) as served:
-        served.place = place_of(wanted, runtime_dir)
-        yield served
-
-
-def digests_from_disk(model: Path) -> dict[str, str]:
-    import hashlib
-
-    import torch
-
-    with attach(model, mode="off") as weights:
-        return {
-            name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, tensor in weights.items()
-        }
 
 
 def test_engines_get_the_checkpoint_bit_for_bit_and_the_keeper_has_no_context(

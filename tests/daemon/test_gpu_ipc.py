@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.test_gpu import digests_from_disk, gpu_daemon, place_of
 from tests.support.fakecuda import GRANULARITY, OUT_OF_MEMORY, UNKNOWN, FakeCuda
+from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import GpuEngine, gpu_engine
 from weightcached.client import HOLDER_LOST_EXIT
 from weightcached.daemon import cli

@@ -5,7 +5,13 @@ The worker is the real one; the trainer is the client's `RankPush` in this proce
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +20,12 @@ import psutil
 import pytest
 import torch
 
-from tests.support.changes import await_change, begin_push, decide, describe, drop, push_begun
 from tests.support.checkpoints import tiny_llama
-from tests.support.daemons import Daemon, daemon, supervised_daemon
+from tests.support.daemons import TIMEOUT_S, Daemon, daemon, scripted_daemon, supervised_daemon
 from tests.support.plain import tensors_of
+from tests.support.resources import open_fds
+from tests.support.staging import await_change, begin_push, decide, describe, drop, push_begun
+from tests.support.unprivileged import NOBODY, command_as
 from weightcached.client import attach
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given
@@ -218,3 +226,57 @@ def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
             assert weights.version == version
             for name, tensor in trained(served).items():
                 assert torch.equal(weights[name], tensor), name
+
+
+def kinds_of_fds(served: Daemon) -> Counter[str]:
+    """What the keeper holds open, numbers and ids aside."""
+    return Counter(re.sub(r"[0-9a-f]{32}|\d+", "…", name) for name in open_fds(served.pid).values())
+
+
+def test_pushes_leave_nothing_behind(served: Daemon) -> None:
+    """Neither descriptors in the keeper, nor processes, nor memory of stages: committed, given up or failed."""
+
+    def push_once(step: float, end: str) -> None:
+        transaction = begin_push(served)
+        with push_begun(served, transaction) as push:
+            if end != "given up":
+                push_and_finish(push, trained(served, step))
+                assert await_change(served, transaction).state == "prepared"
+        await_change(served, transaction)
+        decide(served, transaction, commit=end == "committed")
+
+    push_once(0.0, "committed")  # what is held from here on: one previous generation
+    before = kinds_of_fds(served)
+    for step, end in enumerate(("committed", "given up", "aborted", "committed"), 1):
+        push_once(float(step), end)
+    assert len(describe(served).generations) == 2
+    after = kinds_of_fds(served)
+    # A question's connection may be on its way out at either moment: of four stages, more would be left.
+    assert after["socket:[…]"] <= before["socket:[…]"] + 1
+    assert {**after, "socket:[…]": 0} == {**before, "socket:[…]": 0}
+    assert not [one for one in psutil.Process(served.pid).children() if "loader.worker" in " ".join(one.cmdline())]
+
+
+@pytest.mark.root
+def test_only_root_and_the_daemon_itself_may_push(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", **SHAPE)
+    with (
+        tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as directory,
+        scripted_daemon(model, Path(directory) / "run", "--allow-uid", str(NOBODY)) as served,
+    ):
+        served.wait_until("ready")
+        os.chmod(directory, 0o755)
+        transaction = begin_push(served)
+        program = (
+            "import sys; from pathlib import Path; from weightcached.client.publish.rank import RankPush\n"
+            "from weightcached.protocol.deadline import Deadline; from weightcached.protocol.peers import AllowList\n"
+            "from weightcached.protocol.places import Place\n"
+            "RankPush.begin(Place(Path(sys.argv[1]), 'default', 'host-tp0of1'), transaction=sys.argv[2], name='x',\n"
+            "    bucket_nbytes=65536, bucket_count=1, allowed=AllowList(), deadline=Deadline.after(60))"
+        )
+        command = command_as(NOBODY, [sys.executable, "-c", program, str(Path(directory) / "run"), transaction])
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert ended.returncode == 1, ended
+        assert "this user may not push weights" in ended.stderr
+        assert describe(served).state == "updating"
+        decide(served, transaction, commit=False)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commanding import other_weights
 from weightcached.client.demo.checkpoint import make_checkpoint
 
 README = Path(__file__).parents[2] / "README.md"
@@ -86,7 +87,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_every_marked_block_is_run_by_a_test() -> None:
     assert blocks().keys() == {
         *("serve", "attach.py", "model.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
-        *("several", "draft.py", "merge.py"),
+        *("several", "draft.py", "merge.py", "update"),
     }
 
 
@@ -133,6 +134,17 @@ def test_weights_outlive_their_daemon(shell: Shell) -> None:
     generations = re.findall(r"^[0-9a-f]{32}$", output, re.M)
     assert len(generations) == 2, output
     assert generations[0] == generations[1]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_updated_and_rolled_back(shell: Shell, tmp_path: Path) -> None:
+    model = Path(shell.environment["MODEL"])
+    shell.environment["NEWER"] = str(other_weights(model, tmp_path / "newer"))
+    output = shell.run(commands("update"))
+    assert re.findall(r"^tp\dof2 +(current|previous) ", output, re.M) == ["current", "previous"] * 2
+    changed = re.findall(r"^(\S+) is served by every rank, instead of (\S+) \(", output, re.M)
+    assert len(changed) == 2, output
+    assert "no change is under way" in output
 
 
 @pytest.mark.timeout(TIMEOUT_S)

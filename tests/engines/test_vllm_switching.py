@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 
 from tests.engines.cases.dense import CASES as DENSE
 from tests.engines.cases.experts import CASES as EXPERTS
 from tests.engines.engine import EngineError
-from tests.engines.generating import ended, of_vllm, said, said_by, started, with_cache
-from tests.support.fine_tuned import fine_tuned, generation_of
-from weightcached.protocol.places import Place, host_device
-from weightcached.protocol.testing import AnswerSwitches, LyingDaemon, Receive, Step
+from tests.engines.generating import PAIR, ended, of_vllm, said, said_by, serving, started, with_cache
+from tests.support.fine_tuned import fine_tuned
+from weightcached.client.control import update
 
 CASES = {case.name: case for case in (*DENSE, *EXPERTS)}
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def two(tmp_path):
-    """``two(model)``: a checkpoint tuned from it, and a daemon that has both and serves the first."""
-    with ExitStack() as stack:
-
-        def serve(model):
-            tuned = fine_tuned(model, tmp_path / "tuned")
-            first = stack.enter_context(generation_of(model, tmp_path / "a", layout="fused"))
-            second = stack.enter_context(generation_of(tuned, tmp_path / "b", layout="fused"))
-            place = Place(tmp_path / "run", "default", host_device(tp_size=1, tp_rank=0))
-            place.directory.mkdir(mode=0o755, parents=True)
-            script: list[Step] = [Receive(), first.step(), AnswerSwitches([first, second], current=second)]
-            stack.enter_context(LyingDaemon(place.socket_path, script, timeout_s=300))
-            return tuned, first, second
-
-        yield serve
+OPTIONS = {"want": "current"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_tokens_are_those_of_the_generation_that_was_switched_to(generator, checkpoint, tmp_path, two, name):
+def test_tokens_are_those_of_the_generation_that_was_switched_to(generator, checkpoint, tmp_path, name):
     model = checkpoint(CASES[name])
-    tuned, first, second = two(model)
+    tuned = fine_tuned(model, tmp_path / "tuned")
     expected = [said_by(generator, of_vllm(path))[1] for path in (model, tuned)]
     assert expected[0] != expected[1]
-    options = {"want": "current", "heartbeat_s": 60}
-    (before,) = started(generator, with_cache(model, tmp_path / "run", options=options))
-    assert said(generator) == expected[0]
-    for generation, tokens in ((second, expected[1]), (first, expected[0]), (second, expected[1])):
-        (rank,) = generator.ask(do="switch", version=generation.message.version)["ranks"]
-        assert (rank["to_version"], rank["changed"]) == (generation.message.version, [])
-        assert said(generator) == tokens
-    (after,) = generator.ask(do="look")["workers"]
-    ended(generator)
+    with serving(model, tmp_path / "run") as _:
+        (before,) = started(generator, with_cache(model, tmp_path / "run", options=OPTIONS))
+        assert said(generator) == expected[0]
+        update(tuned, runtime_dir=tmp_path / "run")
+        assert said(generator) == expected[0]  # until it switches
+        forward = generator.ask(do="switch")
+        assert forward["published"] == forward["ranks"][0]["to_version"]
+        assert forward["ranks"][0]["changed"] == []
+        assert said(generator) == expected[1]
+        back = generator.ask(do="switch", version=forward["ranks"][0]["from_version"])
+        assert back["published"] is None
+        assert said(generator) == expected[0]
+        (after,) = generator.ask(do="look")["workers"]
+        ended(generator)
     assert after["mapped_nbytes"] == before["mapped_nbytes"] > 0
     assert (after["elsewhere"], after["private_nbytes"]) == ([], 0)
 
 
-def test_what_vllm_has_made_of_the_weights_is_not_left_behind_but_refused(generator, checkpoint, tmp_path, two):
+def test_what_vllm_has_made_of_the_weights_is_not_left_behind_but_refused(generator, checkpoint, tmp_path):
     model = checkpoint(CASES["mixtral"])
-    two(model)
-    options = {"want": "current", "heartbeat_s": 60}
-    started(generator, with_cache(model, tmp_path / "run", options=options))
-    with pytest.raises(EngineError, match=r"experts.*w13_weight") as caught:
-        generator.ask(do="switch")
+    with serving(model, tmp_path / "run"):
+        started(generator, with_cache(model, tmp_path / "run", options=OPTIONS))
+        with pytest.raises(EngineError, match=r"experts.*w13_weight") as caught:
+            generator.ask(do="switch")
     assert caught.value.code == "swap_refused"
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_switch_together(pair, checkpoint, tmp_path):
+    model = checkpoint(CASES["llama"])
+    tuned = fine_tuned(model, tmp_path / "tuned")
+    with serving(model, tmp_path / "run", tp_size=2):
+        started(pair, with_cache(model, tmp_path / "run", options=OPTIONS, **PAIR))
+        before = said(pair)
+        update(tuned, runtime_dir=tmp_path / "run")
+        forward = pair.ask(do="switch")
+        assert len(forward["ranks"]) == 2
+        assert {rank["to_version"] for rank in forward["ranks"]} == {forward["published"]}
+        assert len({rank["generation"] for rank in forward["ranks"]}) == 2
+        assert said(pair) != before
+        pair.ask(do="switch", version=forward["ranks"][0]["from_version"])
+        assert said(pair) == before
+        ended(pair)

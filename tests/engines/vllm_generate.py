@@ -102,9 +102,10 @@ class Server:
 
     def switch(self, *, version: str | None = None) -> dict:
         """Have all ranks take another version of their weights."""
-        from weightcached.client.vllm.switching import switch_weights
+        from weightcached.client.vllm.switching import published_version, switch_weights
 
-        return {"ranks": switch_weights(self._llm, version=version, timeout_s=60)}
+        published = published_version(self._llm)
+        return {"published": published, "ranks": switch_weights(self._llm, version=version, timeout_s=60)}
 
     def end(self) -> dict:
         """End the engine, if there is one."""

@@ -3,6 +3,7 @@
 #include "state.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
@@ -65,6 +66,35 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
             return SUCCESS;
         }
     return NOT_FOUND;
+}
+
+int nvmlDeviceGetCount_v2(unsigned int *count) {
+    CALL("nvmlDeviceGetCount_v2");
+    device_count = state_devices(devices);
+    *count = 0;
+    for (int i = 0; i < device_count; i++)
+        *count += !devices[i].mig;
+    return SUCCESS;
+}
+
+/* Like the real one it numbers whole devices only: instances are reached by their UUID. */
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle) {
+    CALL("nvmlDeviceGetHandleByIndex_v2");
+    for (int i = 0; i < device_count; i++)
+        if (!devices[i].mig && !index--) {
+            *handle = &devices[i];
+            return SUCCESS;
+        }
+    return INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetUUID(struct device *device, char *text, unsigned int room) {
+    CALL("nvmlDeviceGetUUID");
+    const unsigned char *u = device->uuid;
+    int written = snprintf(text, room, "%s-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x",
+                           device->mig ? "MIG" : "GPU", u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9],
+                           u[10], u[11], u[12], u[13], u[14], u[15]);
+    return written < (int)room ? SUCCESS : INSUFFICIENT_SIZE;
 }
 
 int nvmlDeviceGetMemoryInfo(struct device *device, unsigned long long *info) {

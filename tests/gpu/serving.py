@@ -6,11 +6,14 @@ fake device's memory, which the host can address.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import select
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,8 @@ from weightcached.protocol.places import Place
 if TYPE_CHECKING:
     import torch
 
+VLLM = "0.32"
+"""Whose parameter names layout fused has."""
 SIZES = (GIB // 10, GIB, 10 * GIB)
 TENSORS = 1000
 TARGET_S = 0.020
@@ -186,6 +191,36 @@ def graph(setting: Setting) -> str:
     return f"replayed twice over {weights.resident_bytes} bytes that were unmapped and mapped again"
 
 
+def allocator(setting: Setting) -> str:
+    """What torch knows of its own memory is the same before, with weights attached, asleep, awake and gone."""
+    torch_with_cuda()
+    import torch
+
+    def state() -> tuple[object, ...]:
+        torch.cuda.synchronize()
+        figures = torch.cuda.memory_stats()
+        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "segment.all.current", "num_ooms")
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        current = (torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+        return (*(figures[name] for name in names), *current, json.dumps(settings, sort_keys=True, default=str))
+
+    model = decoder(setting, "allocator", GIB)
+    held = torch.ones(1 << 20, device="cuda")
+    with _served(setting, model) as served:
+        before = state()
+        with attached(setting, model, served.place.runtime_dir) as weights:
+            tensors = weights.values()
+            require(state() == before, f"attaching changed torch's allocator: {before} before, {state()} now")
+            for step in (weights.unmap, weights.remap):
+                step()
+                require(state() == before, f"{step.__name__} changed torch's allocator: {before} before, {state()} now")
+            del tensors
+        require(state() == before, f"letting go changed torch's allocator: {before} before, {state()} now")
+    return (
+        f"{before[0]} bytes allocated and {before[1]} reserved all the time, by torch; {held.numel()} ones of its own"
+    )
+
+
 def same_tokens(setting: Setting) -> str:
     """Transformers generates from disk and from the cache, greedily."""
     try:
@@ -225,12 +260,44 @@ def same_tokens(setting: Setting) -> str:
     return f"{len(from_disk) - 16} tokens, the same"
 
 
+def same_tokens_of_vllm(setting: Setting) -> str:
+    """vLLM generates from disk and from the cache, greedily, each in a process of its own."""
+    try:
+        found = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise Skipped("vllm is not installed") from None
+    if not found.startswith(f"{VLLM}."):
+        raise Skipped(f"vllm {found} is installed, and layout fused is that of {VLLM}")
+    if setting.rehearsal:
+        raise Skipped("vLLM computes on a GPU, and here is none")
+    torch_with_cuda()
+    model = decoder(setting, "vllm", GIB)
+    from_disk = _said_by_vllm(model, "off")
+    with _served(setting, model, "--layout", "fused") as served:
+        from_cache = _said_by_vllm(model, "require", str(served.place.runtime_dir))
+    tokens, report = from_cache["tokens"], from_cache["report"]
+    wanted = from_disk["tokens"]
+    require(tokens == wanted, f"other tokens: {wanted[:8]} from disk, {tokens[:8]} from the cache")
+    require(report["made_anew"] == 0, f"{report['made_anew']} bytes of the weights were made anew")
+    return f"{len(tokens)} tokens, the same; {report['nbytes_shared']} bytes shared, none made anew"
+
+
+def _said_by_vllm(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "tests.gpu.vllm_tokens", *map(str, arguments)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    require(ended.returncode == 0, f"vLLM ended with {ended.returncode}")
+    said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return said
+
+
 @contextmanager
-def _served(setting: Setting, model: Path, *, supervised: bool = False, memory: str = "cuda-vmm") -> Iterator[Daemon]:
+def _served(
+    setting: Setting, model: Path, *words: str, supervised: bool = False, memory: str = "cuda-vmm"
+) -> Iterator[Daemon]:
     """A daemon that is ready."""
     runtime_dir = folder_of(setting, "run") / "run"
     maker = supervised_daemon if supervised else daemon
-    with maker(model, runtime_dir, "--device", f"cuda:{setting.uuid}", "--memory", memory) as served:
+    with maker(model, runtime_dir, "--device", f"cuda:{setting.uuid}", "--memory", memory, *words) as served:
         served.place = Place(runtime_dir, "default", f"gpu-{setting.uuid}")
         served.wait_until("ready")
         yield served
@@ -239,9 +306,9 @@ def _served(setting: Setting, model: Path, *, supervised: bool = False, memory: 
 @contextmanager
 def attached(setting: Setting, model: Path, runtime_dir: Path, *, memory: str = "cuda-vmm") -> Iterator[WeightSet]:
     if setting.rehearsal:
-        from tests.support.gpu_engine import _host_tensor
+        from tests.support.gpu_engine import host_tensor
 
-        segments.device_tensor = _host_tensor
+        segments.device_tensor = host_tensor
     device = f"cuda:{setting.uuid}"
     options: dict[str, Any] = {"mode": "require", "device": device, "memory": memory}
     with attach(model, runtime_dir=runtime_dir, timeout_s=60, **options) as weights:
@@ -261,5 +328,7 @@ ROWS = (
     Row("attach", "attaching takes milliseconds, whatever the size", attach_time, 200),
     Row("holder", "who reads memory whose holder is killed is stopped in time", stopped_in_time, 120),
     Row("graph", "a captured graph replays right after sleep and wake", graph, 60),
+    Row("allocator", "torch's allocator, stream and device stay as they were", allocator, 90),
     Row("tokens", "Transformers generates the same from disk and from the cache", same_tokens, 90),
+    Row("vllm", "vLLM generates the same from disk and from the cache", same_tokens_of_vllm, 180),
 )

@@ -159,6 +159,15 @@ def test_a_model_without_rules_is_reported(tmp_path):
     assert "--layout hf" in str(failed.next_step)
 
 
+def test_beside_weights_that_are_served_it_steps_back_behind_everybody_else(model):
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    with worker() as first, worker("--yield") as beside:
+        for running in (first, beside):
+            running.plan(model, config_of(model))
+        assert os.getpriority(os.PRIO_PROCESS, first.pid) == ours
+        assert os.getpriority(os.PRIO_PROCESS, beside.pid) == 19
+
+
 def test_files_that_change_between_plan_and_memory_are_noticed(model):
     with worker() as running:
         planned = running.plan(model, config_of(model))

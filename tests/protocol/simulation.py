@@ -46,7 +46,7 @@ class Rules:
     action: Callable[[Prepared, Decision], Action] = rules_module.action
     after: Callable[[Course, dict[int, Answer]], Course] = course_module.after
     death: Callable[[Rank], Rank] = lambda rank: (
-        dataclasses.replace(rank, change=None) if rank.change and rank.change.state == "preparing" else rank
+        dataclasses.replace(rank, change=None) if rank.change and rank.change.state != "prepared" else rank
     )
     """What is left of a rank's state when its keeper is killed and started again."""
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.protocol.simulation import Plan, Rank, Rules, Scenario, Simulation, Violation, held
+from tests.support.unprivileged import ROOT
 from weightcached.client.control import course as course_module
 from weightcached.client.control.course import Answer, Course, Phase
 from weightcached.protocol.transaction import Action, Decision, Ledger, Outcome, Prepared, action
@@ -23,22 +24,24 @@ UPDATE, OTHER, BACK = Plan("2"), Plan("3"), Plan("1", rollback=True)
 
 SCENARIOS = {
     "an update, one that ends it, a vault lost": Scenario(2, {"T1": UPDATE}, ends=1, late=1, deaths=1, lost=(0, 1)),
-    "two updates at once": Scenario(2, {"T1": UPDATE, "T2": OTHER}, ends=0, late=1, deaths=0, engines=0),
+    "two updates at once": Scenario(2, {"T1": UPDATE, "T2": OTHER}, ends=0, late=1, deaths=0),
     "an update and a rollback, an engine": Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=0, late=1, deaths=1, engines=1),
-    "two vaults' worth of rollback": Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0, lost=(0, 1)),
+    "an update, a rollback and one that resolves": Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=1, late=0, deaths=0),
+    "an update and a rollback, a vault lost": Scenario(
+        2, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0, lost=(0, 1)
+    ),
     "three ranks, an update and a rollback": Scenario(3, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0),
     "three ranks, an update": Scenario(3, {"T1": UPDATE}, ends=0, late=1, deaths=1),
 }
-FEWEST = {"an update and a rollback, an engine": 150_000, "two updates at once": 100_000}
-"""That the search is as large as it is said to be."""
+PAGE = (ROOT / "client/control/README.md").read_text()
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_interleaving_keeps_the_ranks_together(name: str, record_property: object) -> None:
+def test_every_interleaving_keeps_the_ranks_together(name: str) -> None:
     found = Simulation(SCENARIOS[name]).run()
     print(f"{name}: {found.states} states, {found.worlds} worlds")
-    assert found.states >= FEWEST.get(name, 10_000)
+    assert f"| {found.states:,} |" in PAGE, "the page says how many states were visited"
 
 
 # What happens without each rule: a mutant, and the search finds it out.

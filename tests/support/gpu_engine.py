@@ -86,6 +86,21 @@ def gpu_engine(
     assert killed or status == 0
 
 
+def command(*words: object) -> list[str]:
+    """`weightcached …` as a process whose torch has tensors of the fake device's memory."""
+    program = "from tests.support.gpu_engine import run_command; run_command()"
+    return [sys.executable, "-P", "-c", program, *map(str, words)]
+
+
+def run_command() -> None:
+    """What :func:`command` runs."""
+    from weightcached.client import segments
+    from weightcached.daemon import cli
+
+    segments.device_tensor = host_tensor
+    sys.exit(cli.main(sys.argv[1:]))
+
+
 class _Engine:
     """The process's own side."""
 
@@ -93,6 +108,9 @@ class _Engine:
         from weightcached.client import attach
 
         self.weights = attach(**options)
+        self._resumed = threading.Semaphore(0)
+        if self.weights.lease is not None:
+            self.weights.lease.on_resumed(lambda _: self._resumed.release())
 
     def attached(self) -> dict[str, Any]:
         """What it has: the first answer."""
@@ -165,9 +183,21 @@ class _Engine:
                 thread.join(20)
         return [thread.name for thread in threading.enumerate()]
 
+    def take_a_context(self) -> None:
+        """As torch does when it computes: from now on NVML lists this process."""
+        from weightcached.protocol.memory.cuda.context import Context
+        from weightcached.protocol.memory.cuda.devices import find
+
+        self.context = Context(find(None))
+
     def lease(self) -> str:
         assert self.weights.lease is not None
         return self.weights.lease.state
+
+    def wait_for_its_lease(self) -> str:
+        """Until it has been resumed once more than was waited for before."""
+        assert self._resumed.acquire(timeout=60)
+        return self.lease()
 
     def host_bytes(self) -> str:
         """Asking for what the host cannot have."""
@@ -192,7 +222,7 @@ class _Engine:
         return sorted(sys.modules)
 
 
-def _host_tensor(segment: Any) -> Any:
+def host_tensor(segment: Any) -> Any:
     """``device_tensor`` for a driver whose device pointers are host pointers: the tensor holds the mapping, too."""
     import torch
 
@@ -206,7 +236,7 @@ def main() -> None:
     from weightcached.client import segments
     from weightcached.protocol.errors import WeightCacheError
 
-    segments.device_tensor = _host_tensor
+    segments.device_tensor = host_tensor
     try:
         engine = _Engine(**json.loads(sys.argv[1]))
     except WeightCacheError as error:

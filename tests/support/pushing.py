@@ -1,38 +1,47 @@
-"""Pushing to a real worker process without a daemon: the test is its keeper, and the client's `RankPush` the trainer.
+"""Pushing without a daemon: the worker's side is a thread of this process, and the client's `RankPush` the trainer.
 
-with loaded_base(directory, config) as base, pushing(directory, config, base) as push:
-    push.trainer.push(...)
+    with loaded_base(directory, config) as base, pushing(directory, config, base) as push:
+        push.push(tensors)
+        manifest = push.finish()
+
+What the worker refuses reaches the trainer as from a keeper. Real workers under real daemons push in tests/daemon.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from tests.support.workers import GENERATION, TIMEOUT_S, VERSION, Running, worker
+from tests.support.workers import GENERATION, TIMEOUT_S
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given, Value
 from weightcached.daemon.buckets import make_bucket
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
+from weightcached.loader.failing import report
+from weightcached.loader.filling import to_be_filled
+from weightcached.loader.pushed.source import open_push
+from weightcached.loader.sources import Filled
 from weightcached.protocol.assigned import assigned_version
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.manifest import Manifest
-from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Refused, Staged
 from weightcached.protocol.places import Place
 from weightcached.protocol.testing import sealed_memory
-from weightcached.protocol.worker_messages import Done, Job, Memory, Planned, Push
+from weightcached.protocol.worker_messages import Job, Push
 
 BASE = "fedcba9876543210" * 2
 BASE_VERSION = "digest:" + "1" * 64
@@ -41,7 +50,7 @@ BUCKET_NBYTES = 64 * 1024
 
 @dataclass
 class Base:
-    """A generation that is served: sealed manifest and segment, whose descriptors belong to ``fds``."""
+    """A generation that is served: a sealed segment and manifest, whose descriptors belong to ``fds``."""
 
     manifest: Manifest
     fds: OwnedFds
@@ -52,10 +61,11 @@ def loaded_base(directory: Path, config: CacheConfig) -> Iterator[Base]:
     """Load ``directory`` as a worker does, here."""
     with OwnedFds() as fds, open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        segment = host.allocate(prepared.placement.segment_nbytes, name="base")
-        fds.append(segment)
-        loaded = pipeline.load(checkpoint, prepared, segment)
-        host.seal(segment)
+        nbytes = prepared.placement.segment_nbytes
+        fds.append(kind_of(config).allocate(nbytes, name="base"))
+        with to_be_filled(fds[0], kind_of(config), nbytes=nbytes) as target:
+            loaded = pipeline.load(checkpoint, prepared, target)
+        kind_of(config).seal(fds[0])
         data = pipeline.encode(
             loaded, prepared, generation=BASE, version=BASE_VERSION, receipts_version=BASE_VERSION, digest=None
         )
@@ -67,48 +77,44 @@ def loaded_base(directory: Path, config: CacheConfig) -> Iterator[Base]:
 class Pushing:
     """One push. ``finish`` is the whole end of one that goes well."""
 
-    running: Running
     trainer: RankPush
+    config: CacheConfig
     segment: int
-    planned: Planned
-    keeper_side: Channel
-    """The other end of the trainer's connection to the daemon."""
-    done: Done | None = None
-    manifest: Manifest | None = None
+    outcome: Future[Filled]
+    progress: list[tuple[int, int]]
     data: dict[str, bytes] = field(default_factory=dict)
+    """Of every row, once it is finished."""
 
     def push(self, tensors: Mapping[str, Value]) -> None:
         """Every box of each."""
         for name, value in tensors.items():
+            whole = tuple(slice(0, extent) for extent in self.trainer.table[name].shape)
             for box in self.trainer.boxes(name):
-                whole = self.trainer.table[name]
-                given = Given(whole, value, tuple(slice(0, extent) for extent in whole.shape))
-                self.trainer.push(name, given, box)
+                self.trainer.push(name, Given(self.trainer.table[name], value, whole), box)
 
     def push_box(self, name: str, box: Box, value: Value) -> None:
         """These elements."""
         self.trainer.push(name, Given(self.trainer.table[name], value, box), box)
 
     def finish(self) -> Manifest:
-        """Finish, assign, and read what the worker reports. Every row has to have the digest of its bytes."""
+        """Finish, assign, and make the manifest. Every row has to have the digest of its bytes."""
         self.trainer.finish()
-        filled = self.trainer.filled()
-        self.trainer.assign(assigned_version(BASE_VERSION, {"only": filled.resident}))
-        self.done = self.running.expect(Done)
-        manifest_fd = self.running.fds[len(self.running.fds) - 1]
-        manifest = self.manifest = Manifest.decode(os.pread(manifest_fd, self.done.manifest_nbytes, 0))
-        assert self.running.exit_status() == 0
-        host.seal(self.segment)
-        for row in manifest:
-            data = self.data[row.name] = os.pread(self.segment, row.nbytes, row.offset)
-            assert xxhash.xxh3_128(data).digest() == row.digest, row.name
+        version = assigned_version(BASE_VERSION, {"only": self.trainer.filled().resident})
+        self.trainer.assign(version)
+        filled = self.outcome.result(TIMEOUT_S)
+        assert filled.assigned_version == version
+        manifest = Manifest.decode(
+            filled.encode(generation=GENERATION, version=version, receipts_version=version, digest=None)
+        )
+        kind = kind_of(self.config)
+        kind.seal(self.segment)
+        with closing(kind.map_readonly(self.segment, nbytes=manifest.meta.segments_nbytes[0])) as mapping:
+            view = mapping.view()
+            for row in manifest:
+                data = self.data[row.name] = bytes(view[row.offset : row.offset + row.nbytes])
+                assert xxhash.xxh3_128(data).digest() == row.digest, row.name
+            del view
         return manifest
-
-    def refused(self) -> Any:
-        """The worker's failure, which a keeper would tell the trainer."""
-        failed = self.running.failure()
-        self.keeper_side.send(Refused(**failed.model_dump(exclude={"transient"})))
-        return failed
 
 
 @contextmanager
@@ -120,51 +126,52 @@ def pushing(
     partial: bool = False,
     bucket_nbytes: int = BUCKET_NBYTES,
     bucket_count: int = 3,
-    change: Callable[[Job], Job] = lambda job: job,
 ) -> Iterator[Pushing]:
-    """A worker that was given its memory, and a trainer that has heard what is wanted."""
+    """A worker's thread that was given its memory, and a trainer that has heard what is wanted."""
     with ExitStack() as held:
-        running = held.enter_context(worker())
+        nbytes = base.manifest.meta.segments_nbytes[0]
+        segment = held.enter_context(OwnedFds([kind_of(config).allocate(nbytes, name="segment")]))
+        buckets = held.enter_context(OwnedFds([make_bucket(bucket_nbytes) for _ in range(bucket_count)]))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        held.callback(ours.close)
+        keeper_end, trainer_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        push = Push(partial=partial, bucket_nbytes=bucket_nbytes, bucket_count=bucket_count)
+        given = OwnedFds([theirs.detach(), os.dup(base.fds[1]), *([os.dup(base.fds[0])] if partial else [])])
         job = Job(
             model_dir=str(directory),
             config=config.model_dump(),
             generation=GENERATION,
             keeper_pid=os.getpid(),
-            push=Push(partial=partial, bucket_nbytes=bucket_nbytes, bucket_count=bucket_count),
+            push=push,
         )
-        with theirs:
-            fds = [theirs.fileno(), base.fds[1], *([base.fds[0]] if partial else [])]
-            running.channel.send(change(job), fds, deadline=Deadline.after(TIMEOUT_S))
-        planned = running.expect(Planned)
-        (nbytes,) = planned.segments_nbytes
-        segment = host.allocate(nbytes, name="segment")
-        running.fds.append(segment)
-        buckets = held.enter_context(OwnedFds())
-        for _ in range(bucket_count):
-            buckets.append(make_bucket(bucket_nbytes))
-        readable = held.enter_context(OwnedFds([host.export(buckets[number]) for number in range(bucket_count)]))
-        memory = Memory(version=VERSION, receipts_version=VERSION, digest=None)
-        running.channel.send(
-            memory,
-            [segment, *(readable[number] for number in range(bucket_count))],
-            deadline=Deadline.after(TIMEOUT_S),
-        )
-        keeper_end, trainer_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        keeper_side = Channel(keeper_end, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON)
-        held.callback(keeper_side.close)
-        daemon = Channel(trainer_end, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
+        outcome: Future[Filled] = Future()
+        progress: list[tuple[int, int]] = []
+
+        def work() -> None:
+            """What a worker and its keeper do."""
+            keeper = Channel(keeper_end, outgoing=DAEMON_TO_CLIENT, incoming=CLIENT_TO_DAEMON)
+            with closing(keeper), given:
+                try:
+                    with open_push(job, push, config, given) as source:
+                        source.buckets = [buckets[number] for number in range(bucket_count)]
+                        with to_be_filled(segment[0], kind_of(config), nbytes=nbytes) as target:
+                            outcome.set_result(source.fill(target, lambda *done: progress.append(done)))
+                except Exception as failure:  # noqa: BLE001 - raised again for whoever asks for the outcome
+                    outcome.set_exception(failure)
+                    with suppress(PeerClosed):  # a trainer that has gone is told nothing
+                        keeper.send(Refused(**report(failure).model_dump(exclude={"transient"})))
+
+        thread = threading.Thread(target=work, name="the worker")
+        thread.start()
+        held.callback(thread.join)
         staged = Staged(
             generation=GENERATION, base_version=BASE_VERSION, bucket_nbytes=bucket_nbytes, bucket_count=bucket_count
         )
         trainer = RankPush.of(
             Place(Path("/run/weightcached"), "default", "host-tp0of1"),
-            daemon,
+            Channel(trainer_end, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT),
             staged,
-            OwnedFds([os.dup(ours.fileno()), *(os.dup(buckets[number]) for number in range(bucket_count))]),
+            OwnedFds([ours.detach(), *(os.dup(buckets[number]) for number in range(bucket_count))]),
             deadline=Deadline.after(TIMEOUT_S),
         )
-        ours.close()
-        with closing(trainer):
-            yield Pushing(running, trainer, segment, planned, keeper_side)
+        held.callback(trainer.close)
+        yield Pushing(trainer, config, segment[0], outcome, progress)

@@ -125,12 +125,12 @@ class Running:
 
 
 @contextmanager
-def worker() -> Iterator[Running]:
-    """A freshly started worker."""
+def worker(*options: str) -> Iterator[Running]:
+    """A freshly started worker, with further ``options``."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "weightcached.loader.worker", "--fd", str(theirs.fileno())],
+            [sys.executable, "-m", "weightcached.loader.worker", "--fd", str(theirs.fileno()), *options],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )

@@ -18,6 +18,7 @@ from weightcached.protocol.text import one_line
 _SUCCESS = 0
 _UNKNOWN_NBYTES = 2**64 - 1
 _PROCESSES_MAX = 1024
+_UUID_MAX_CHARACTERS = 96
 
 
 class _Memory(ctypes.Structure):
@@ -95,6 +96,23 @@ def _handle(uuid: str) -> ctypes.c_void_p:
     return handle
 
 
+def uuids() -> tuple[str, ...]:
+    """Every GPU of the host that NVML shows this process, whatever ``CUDA_VISIBLE_DEVICES`` says; of a GPU that is cut
+    into MIG instances the whole. Raises DeviceAbsent without NVML, DeviceFailed where it does not answer.
+    """
+    initialise()
+    count = ctypes.c_uint()
+    _checked("nvmlDeviceGetCount_v2", ctypes.byref(count), asked="the number of devices")
+    found = []
+    for index in range(count.value):
+        handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_MAX_CHARACTERS)
+        asked = f"device {index}"
+        _checked("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle), asked=asked)
+        _checked("nvmlDeviceGetUUID", handle, text, ctypes.c_uint(len(text)), asked=f"the UUID of {asked}")
+        found.append(text.value.decode("ascii", "replace").removeprefix("GPU-").lower())
+    return tuple(found)
+
+
 def memory(uuid: str) -> Memory:
     """Of the device now. Raises DeviceAbsent without NVML, DeviceFailed where it does not answer."""
     handle, found = _handle(uuid), _Memory()
@@ -119,7 +137,7 @@ def memory_in_words(uuid: str) -> str:
     """For a message: how much is free, and who holds the rest. Says so where NVML does not know; raises nothing."""
     try:
         now = memory(uuid)
-        names = [_in_words(holder) for holder in holders(uuid)]
+        names = [holder_in_words(holder) for holder in holders(uuid)]
     except WeightCacheError as error:
         return f"who holds its memory is unknown ({error})"
     known = ", ".join(names) or "no process that NVML names"
@@ -137,7 +155,8 @@ def no_room(error: InsufficientMemory, *, asked: str, uuid: str) -> Insufficient
     )
 
 
-def _in_words(holder: Holder) -> str:
+def holder_in_words(holder: Holder) -> str:
+    """``pid 812 (python: 300 MiB)``."""
     share = "unknown" if holder.nbytes is None else f"{holder.nbytes >> 20} MiB"
     try:
         command = one_line(Path(f"/proc/{holder.pid}/comm").read_text().strip())

@@ -1,25 +1,266 @@
-"""Update, rollback, and what is held, over two real ranks: all change or none does; refusals say who, and why."""
+"""Update, rollback, and what is held, over two real ranks: all change or none does, and a refusal says who and why."""
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
-from tests.support.groups import group, versions, waiting
-from weightcached.client.control import rollback, update
+import pytest
+
+from tests.support.checkpoints import tiny_llama
+from tests.support.commanding import Changer, from_directory, other_weights
+from tests.support.daemons import Daemon, scripted_daemon
+from tests.support.groups import Change, group, versions, waiting
+from weightcached.client import attach
+from weightcached.client.control import commands, drop, generations, held_commands, pin, resolve, rollback, update
+from weightcached.protocol.errors import (
+    CheckpointMismatch,
+    DaemonAbsent,
+    DaemonNotReady,
+    GenerationGone,
+    UpdateConflict,
+    WeightCacheError,
+    WorkerDied,
+)
+
+_NUMBERS = count(2)
 
 
-def test_updated_and_rolled_back_on_both_ranks(settled_model: Path, other: Path, runtime_dir: Path) -> None:
-    with group(settled_model, runtime_dir) as ranks:
+@pytest.fixture(scope="module")
+def ranks(settled_model: Path) -> Iterator[list[Daemon]]:
+    """Two ranks that the tests of this module share; each leaves nothing open and nothing prepared."""
+    with (
+        tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name,
+        group(settled_model, Path(name) / "run") as both,
+    ):
+        yield both
+
+
+@pytest.fixture
+def at(ranks: list[Daemon]) -> Iterator[Path]:
+    """Their runtime directory. What a test leaves under way fails it."""
+    at = ranks[0].place.runtime_dir
+    yield at
+    if left := waiting(ranks):
+        resolve(runtime_dir=at)
+    assert left == []
+    assert len(set(versions(ranks))) == 1
+
+
+@pytest.fixture
+def newer(settled_model: Path, tmp_path: Path) -> Path:
+    """Weights that nobody has loaded yet."""
+    return other_weights(settled_model, tmp_path / "newer", number=next(_NUMBERS))
+
+
+def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    first = versions(ranks)
+    changed = update(newer, runtime_dir=at)
+    assert changed.away == ()
+    second = versions(ranks)
+    assert second != first
+    rollback(runtime_dir=at)
+    assert versions(ranks) == first
+    rollback(second[0].partition(":")[2][:16], runtime_dir=at)  # the beginning of what the ranks compared at first
+    assert versions(ranks) == second
+    with pytest.raises(GenerationGone, match="no such version"):
+        rollback("receipts:" + "0" * 64, runtime_dir=at)
+
+
+def test_engines_of_both_ranks_get_the_version_of_rank_0(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    change = Change(ranks, from_directory(newer))
+    change.open()
+    change.prepare()
+    change.prepared()
+    prepared = [state.generations[-1] for state in (one.state() for one in change.ranks)]
+    assert {one.standing for one in prepared} == {"prepared"}
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2, "runtime_dir": at, "mode": "require"}
+    with (
+        pytest.raises((DaemonNotReady, CheckpointMismatch)),  # nobody has decided for it
+        attach(newer, **shard, tp_rank=0, want=prepared[0].version, timeout_s=1),
+    ):
+        pass
+    assert change.commit().outcome == "committed"  # and rank 1 may not know yet
+    with attach(newer, **shard, tp_rank=0, want="current", timeout_s=30) as mine:
+        wanted = mine.version
+        with attach(newer, **shard, tp_rank=1, want=wanted, timeout_s=30) as others:
+            assert (mine.version, others.version) == (wanted, wanted)
+            assert {one.generation for one in (mine, others)} == {one.generation for one in prepared}
+            change.resolve()
+
+
+def test_a_change_that_is_under_way_is_left_alone_or_ended_by_command(
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = versions(ranks)
+    other = Change(ranks, from_directory(newer))
+    other.open()
+    other.prepare(0)
+    with pytest.raises(UpdateConflict, match=r"under way.*--resolve"):
+        update(newer, runtime_dir=at)
+    with pytest.raises(UpdateConflict):
+        rollback(first[0], runtime_dir=at)
+    assert versions(ranks) == first
+    arguments = ["--runtime-dir", str(at)]
+    assert commands.update_main(["--model", str(newer), *arguments]) == commands.NOT_NOW_EXIT
+    assert commands.update_main(["--model", str(newer), "--resolve", *arguments]) == commands.DONE_EXIT
+    assert "served by every rank" in capsys.readouterr().out
+    assert versions(ranks) != first
+    assert other.ranks[0].decide(other.transaction, commit=False).outcome == "aborted"
+
+
+def test_what_every_rank_has_prepared_is_committed_by_whoever_comes_next(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    first = versions(ranks)
+    change = Change(ranks, from_directory(newer))
+    change.open()
+    change.prepare()
+    change.prepared()
+    assert versions(ranks) == first
+    resolve(runtime_dir=at)
+    assert versions(ranks) != first
+    assert change.commit().outcome == "committed"  # asked again, it is what it was
+
+
+def test_what_one_rank_has_not_is_given_up(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    first = versions(ranks)
+    change = Change(ranks, from_directory(newer))
+    change.open()
+    change.prepare(1)
+    change.prepared(1)
+    resolve(runtime_dir=at)
+    assert versions(ranks) == first
+    with pytest.raises(UpdateConflict):
+        change.commit()
+
+
+def test_a_late_command_of_a_change_that_was_rolled_back_changes_nothing(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    change = Change(ranks, from_directory(newer))
+    change.open()
+    change.prepare()
+    change.prepared()
+    change.commit()
+    change.resolve()
+    rollback(runtime_dir=at)
+    back = versions(ranks)
+    change.prepare(1)  # it serves what this change was for again
+    change.ranks[1].ended(change.transaction)
+    resolve(runtime_dir=at)
+    assert versions(ranks) == back
+    with pytest.raises(UpdateConflict):
+        change.prepare(0)
+
+
+def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: Path, tmp_path: Path) -> None:
+    models = [other_weights(settled_model, tmp_path / name, number=next(_NUMBERS)) for name in ("one", "two")]
+    outcomes: dict[Path, object] = {}
+    together = threading.Barrier(2)
+
+    def run(model: Path) -> None:
+        together.wait()
+        try:
+            outcomes[model] = update(model, runtime_dir=at).version
+        except WeightCacheError as error:
+            outcomes[model] = error
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lost = [one for one in outcomes.values() if isinstance(one, WeightCacheError)]
+    assert all(isinstance(one, UpdateConflict) for one in lost), outcomes
+    assert len(lost) <= 1, "one of them, or both one after the other"
+
+
+def test_pinned_versions_stay_and_dropped_ones_go(
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update(newer, runtime_dir=at, keep=2)
+    looked = generations(runtime_dir=at)
+    earlier = next(one for one in looked.states()[0][1].generations if one.standing == "previous")
+    pin(earlier.version, runtime_dir=at)
+    with pytest.raises(UpdateConflict, match="pinned"):
+        drop(earlier.version, runtime_dir=at)
+    arguments = ["--runtime-dir", str(at)]
+    assert held_commands.unpin_main([earlier.version, *arguments]) == 0
+    assert held_commands.drop_main([earlier.version, *arguments]) == 0
+    capsys.readouterr()
+    assert held_commands.generations_main(["--json", *arguments]) == held_commands.AGREED_EXIT
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["rank"]["tp_rank"] for one in shown["ranks"]] == [0, 1]
+    assert earlier.version not in [one["version"] for rank in shown["ranks"] for one in rank["generations"]]
+    assert held_commands.generations_main(arguments) == held_commands.AGREED_EXIT
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows if " current " in row] == [["tp0of2", "current"], ["tp1of2", "current"]]
+
+
+def test_weights_of_another_configuration_are_refused_by_name_and_nothing_changes(
+    ranks: list[Daemon], at: Path, tmp_path: Path
+) -> None:
+    first = versions(ranks)
+    wider = tiny_llama(tmp_path / "wider", intermediate_size=64)
+    with pytest.raises(WeightCacheError, match=r"not changed on rank tp[01]of2.*intermediate_size"):
+        update(wider, runtime_dir=at)
+    assert versions(ranks) == first
+
+
+def test_a_worker_that_dies_on_one_rank_fails_the_change_on_all(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    script = {"kill_at": "memory", "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
+    (tmp_path / "attempts").touch()
+    with group(settled_model, runtime_dir, scripts={1: script}) as ranks:
         first = versions(ranks)
-        assert len(set(first)) == 1
-        changed = update(other, runtime_dir=runtime_dir)
-        assert changed.away == ()
-        second = versions(ranks)
-        assert len(set(second)) == 1
-        assert second != first
-        assert waiting(ranks) == []
-        back = rollback(runtime_dir=runtime_dir)
+        with pytest.raises(WorkerDied, match="not changed on rank tp1of2"):
+            update(newer, runtime_dir=runtime_dir)
         assert versions(ranks) == first
-        assert back.before == changed.version
-        forward = rollback(changed.version, runtime_dir=runtime_dir)
-        assert (forward.version, versions(ranks)) == (changed.version, second)
+        assert waiting(ranks) == []
+        assert len(Changer(ranks[0]).state().generations) == 1, "rank 0 dropped what it had prepared"
+
+
+def test_a_slow_rank_is_waited_for_but_not_for_ever(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Opening the pipe for writing returns when the worker waits at its other end."""
+    release = tmp_path / "release"
+    release_path = str(release)
+    script = {"hang_at": "memory", "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
+    (tmp_path / "attempts").touch()
+    os.mkfifo(release)
+    with group(settled_model, runtime_dir, scripts={1: {**script, "release": release_path}}) as ranks:
+        first = versions(ranks)
+        with pytest.raises(DaemonNotReady, match="tp1of2: not prepared in time"):
+            update(newer, runtime_dir=runtime_dir, timeout_s=2)
+        assert (versions(ranks), waiting(ranks)) == (first, [])
+
+        def let_go() -> None:
+            with open(release, "wb") as pipe:
+                pipe.write(b"1")
+
+        helper = threading.Thread(target=let_go)
+        helper.start()
+        update(newer, runtime_dir=runtime_dir, timeout_s=60)
+        helper.join()
+        assert len(set(versions(ranks))) == 1
+        assert versions(ranks) != first
+
+
+def test_a_group_that_lacks_a_rank_is_not_changed(settled_model: Path, newer: Path, runtime_dir: Path) -> None:
+    with scripted_daemon(settled_model, runtime_dir, layout="fused", tp_size=2, tp_rank=0) as alone:
+        alone.wait_until("ready")
+        with pytest.raises(DaemonAbsent, match="tp1of2"):
+            update(newer, runtime_dir=runtime_dir)
+        assert held_commands.generations_main(["--runtime-dir", str(runtime_dir)]) == held_commands.DIFFERENT_EXIT
+    with pytest.raises(DaemonAbsent):
+        generations(runtime_dir=runtime_dir)
+    assert commands.update_main(["--runtime-dir", str(runtime_dir), "--model", str(newer)]) == commands.FAILED_EXIT

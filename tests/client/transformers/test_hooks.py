@@ -42,6 +42,7 @@ class Seen:
     def __init__(self) -> None:
         self.found: list[str] = []
         self.loaded: list[str] = []
+        self.warmed: list[Callable[[], None]] = []
 
     def find(self, asked: Mapping[str, Any], ask: Callable[[], Found]) -> Found:
         self.found.append(str(asked["pretrained_model_name_or_path"]))
@@ -50,6 +51,10 @@ class Seen:
     def load(self, call: inspect.BoundArguments, load: Callable[[], Any]) -> Any:
         self.loaded.append(type(call.arguments["model"]).__name__)
         return load()
+
+    def warm(self, warm: Callable[[], None]) -> None:
+        self.warmed.append(warm)
+        warm()
 
 
 def test_a_load_in_the_block_is_seen_and_one_after_it_is_not(llama: Path) -> None:

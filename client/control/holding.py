@@ -1,0 +1,111 @@
+"""What the ranks of a group hold: which generations a word means, and keeping or freeing them.
+
+Changes nothing of what is served. Coroutines; ``weightcached.client.control`` has the blocking ones.
+"""
+
+from __future__ import annotations
+
+from weightcached.client.control.coordinator import held
+from weightcached.client.control.group import Group, Where
+from weightcached.protocol.control import Drop, Pin, RankState
+from weightcached.protocol.control_channel import ask
+from weightcached.protocol.errors import GenerationGone
+from weightcached.protocol.messages import GenerationInfo
+from weightcached.protocol.places import Place
+from weightcached.protocol.transaction import Versions
+
+
+def version_held_by_all(group: Group, to: str | None) -> str:
+    """The version that is meant, as rank 0 knows it. Raises GenerationGone unless every rank can serve it."""
+    states = group.states()
+    leading = [one for one in states[0][1].generations if one.standing != "prepared"]
+    if to is None:
+        earlier = [one for one in leading if one.standing == "previous"]
+        if not earlier:
+            raise GenerationGone(
+                "there is nothing to roll back to",
+                expected="a generation that was served before",
+                found="only the current one at rank 0",
+                where=group.where,
+                next_step="update to its checkpoint instead",
+            )
+        wanted = earlier[0]
+    else:
+        wanted = _one(leading, to, group)
+    lacking = [member.word for member, state in states if not any(_is(one, wanted) for one in state.generations)]
+    if lacking:
+        raise GenerationGone(
+            "not every rank holds this version any more",
+            expected=wanted.version,
+            found=f"not at {', '.join(lacking)}",
+            where=group.where,
+            next_step="update to its checkpoint instead",
+        )
+    return wanted.version
+
+
+def _is(one: GenerationInfo, other: GenerationInfo) -> bool:
+    return one.standing != "prepared" and held(one).versions.same(held(other).versions)
+
+
+def _one(infos: list[GenerationInfo], word: str, group: Group) -> GenerationInfo:
+    """The one generation or version that ``word`` is, or is the beginning of."""
+    found = [one for one in infos if _matches(one, word)]
+    if not found:
+        known = ", ".join(one.version for one in infos) or "none"
+        raise GenerationGone("no such version or generation is held", expected=word, found=known, where=group.where)
+    first = found[0]
+    if any(not held(first).versions.same(Versions(one.version, one.receipts_version)) for one in found):
+        several = ", ".join(one.version for one in found)
+        raise GenerationGone("several versions begin so", expected=word, found=several, where=group.where)
+    return first
+
+
+def _matches(one: GenerationInfo, word: str) -> bool:
+    if not word:
+        return False
+    words = (one.generation, one.version, one.receipts_version)
+    return any(known.startswith(word) or known.partition(":")[2].startswith(word) for known in words)
+
+
+async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
+    """Keep a version (or one rank's generation) whatever would have it freed, or no longer. ``word``: or its
+    beginning. The group afterwards."""
+    group = await where.group()
+    for place, generation in _where_held(group, word):
+        await _ask(where, place, Pin(generation=generation, pinned=pinned))
+    return await where.group()
+
+
+async def drop(where: Where, word: str, *, force: bool = False) -> Group:
+    """Free a version (or one rank's generation) that is neither served nor part of a change. ``force``: also one that
+    is pinned or leased. The group afterwards."""
+    group = await where.group()
+    for place, generation in _where_held(group, word):
+        await _ask(where, place, Drop(generation=generation, force=force))
+    return await where.group()
+
+
+async def _ask(where: Where, place: Place, request: Pin | Drop) -> RankState:
+    return await ask(place, request, RankState, deadline=where.deadline, allowed=where.allowed)
+
+
+def _where_held(group: Group, word: str) -> list[tuple[Place, str]]:
+    """The generations that ``word`` means: at one rank, or one version at all that hold it."""
+    states = group.states()
+    meant = _one([one for _, state in states for one in state.generations], word, group)
+    if meant.generation.startswith(word):
+        return [(_place(group, meant.generation), meant.generation)]
+    return [
+        (_place(group, one.generation), one.generation)
+        for _, state in states
+        for one in state.generations
+        if held(one).versions.same(held(meant).versions)
+    ]
+
+
+def _place(group: Group, generation: str) -> Place:
+    for member, state in group.states():
+        if member.place is not None and state.generation(generation) is not None:
+            return member.place
+    raise GenerationGone("the generation is held no more", expected=generation, where=group.where)

@@ -1,0 +1,61 @@
+"""Which daemons are one group: all ranks of one model, each once; what is missing or does not belong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightcached.client.control.group import Group, members_of
+from weightcached.protocol.control import RankInfo, RankState
+from weightcached.protocol.errors import DaemonAbsent, DaemonUnreachable, RanksDisagree
+from weightcached.protocol.places import Place
+
+AT = Path("/run/weightcached")
+
+
+def rank(device: str, **parallel: int) -> tuple[Place, RankState]:
+    sizes: dict[str, Any] = {
+        f"{kind}_{what}": int(what == "size") for kind in ("tp", "pp", "ep") for what in ("rank", "size")
+    }
+    info = RankInfo(place="live", **{**sizes, **parallel})
+    state = RankState(
+        rank=info,
+        state="ready",
+        vault_id="0" * 32,
+        fingerprint=None,
+        current=None,
+        generations=(),
+        change=None,
+        open=None,
+    )
+    return Place(AT, "live", device), state
+
+
+def test_the_leader_is_first_whatever_the_places_are_called() -> None:
+    found = [rank("gpu-a", tp_rank=1, tp_size=2), rank("gpu-b", tp_rank=0, tp_size=2)]
+    members = members_of(found, "there")
+    assert [(one.word, one.place.device if one.place else None) for one in members] == [
+        ("tp0of2", "gpu-b"),
+        ("tp1of2", "gpu-a"),
+    ]
+    Group(AT, "live", members).require_whole()
+
+
+def test_a_rank_that_is_missing_is_named_and_a_daemon_that_is_silent_too() -> None:
+    members = members_of(
+        [rank("a", tp_rank=0, tp_size=2, pp_size=2), rank("b", tp_rank=1, tp_size=2, pp_size=2)], "there"
+    )
+    with pytest.raises(DaemonAbsent, match="without tp0of2-pp1of2, tp1of2-pp1of2"):
+        Group(AT, "live", members).require_whole()
+    silent = {Place(AT, "live", "c"): DaemonUnreachable("nobody listens")}
+    with pytest.raises(DaemonUnreachable, match="live/c: nobody listens"):
+        Group(AT, "live", members, silent).require_whole()
+
+
+def test_daemons_of_other_sizes_and_a_rank_twice_are_no_group() -> None:
+    with pytest.raises(RanksDisagree, match=r"live/a: tp 1.*live/b: tp 2"):
+        members_of([rank("a"), rank("b", tp_size=2)], "there")
+    with pytest.raises(RanksDisagree, match="tp0of2 at live/a and at live/b"):
+        members_of([rank("a", tp_size=2), rank("b", tp_size=2)], "there")

@@ -1,0 +1,158 @@
+"""A trainer publishes to two real ranks: both serve what it pushed, or both what they served.
+
+What engines read is compared with the naive reference over a checkpoint of the tensors that were pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.daemons import Daemon
+from tests.support.groups import versions, waiting
+from tests.support.plain import tensors_of
+from tests.support.referenced import raw
+from weightcached.client import attach
+from weightcached.client.control import rollback
+from weightcached.client.publish import publish, stage
+from weightcached.loader.reference import Reference
+from weightcached.protocol.config import build_config
+from weightcached.protocol.errors import PushMismatch, UpdateConflict
+
+BUCKETS = {"bucket_nbytes": 64 * 1024, "bucket_count": 2}
+
+
+def trained(model: Path, step: float) -> dict[str, torch.Tensor]:
+    return {name: (tensor.float() * step + step).to(tensor.dtype) for name, tensor in tensors_of(model).items()}
+
+
+def where(ranks: list[Daemon]) -> dict[str, Any]:
+    return {"runtime_dir": ranks[0].place.runtime_dir, "timeout_s": 120.0, **BUCKETS}
+
+
+def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], version: str, tmp_path: Path) -> None:
+    """Engines at both ranks get this version, and it is what a load of these tensors would be."""
+    directory = tmp_path / version.partition(":")[2][:16]
+    directory.mkdir()
+    (directory / "config.json").write_bytes((ranks[0].model_dir / "config.json").read_bytes())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    for rank, served in enumerate(ranks):
+        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank}
+        config = build_config(directory, **options)
+        runtime_dir = served.place.runtime_dir
+        with (
+            attach(served.model_dir, runtime_dir=runtime_dir, want="current", mode="require", **options) as weights,
+            Reference(directory, config) as reference,
+        ):
+            assert weights.version == version
+            assert list(reference.missing(set(weights))) == []
+            for name in weights:
+                assert raw(weights[name]) == raw(reference.parameter(name)), (rank, name)
+
+
+def test_all_ranks_serve_what_was_published(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
+    before, tensors = versions(ranks), trained(model, 2.0)
+    version = publish(tensors, trainer="the test", **where(ranks))
+    assert versions(ranks) == [version, version] != before
+    require_served(ranks, tensors, version, tmp_path)
+    rollback(runtime_dir=ranks[0].place.runtime_dir)
+    assert versions(ranks) == before
+
+
+def test_a_part_of_the_weights_changes(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
+    first, second = trained(model, 3.0), trained(model, 4.0)
+    publish(iter(first.items()), **where(ranks))
+    changed = {name: second[name] for name in second if "layers.1" in name or name.endswith("q_proj.weight")}
+    version = publish(changed, partial=True, **where(ranks))
+    require_served(ranks, {**first, **changed}, version, tmp_path)
+
+
+def test_only_what_a_rank_needs_is_asked_for(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
+    tensors = trained(model, 5.0)
+    with stage(**where(ranks)) as publication:
+        assert set(publication.names) == set(tensors)
+        down = publication.boxes("model.layers.0.mlp.down_proj.weight")
+        assert down == {
+            "host-tp0of2": [(slice(0, 32), slice(0, 24))],
+            "host-tp1of2": [(slice(0, 32), slice(24, 48))],
+        }
+        for name in publication.names:
+            for box in {str(box): box for boxes in publication.boxes(name).values() for box in boxes}.values():
+                publication.push(name, box, tensors[name][box])
+        version = publication.commit()
+    require_served(ranks, tensors, version, tmp_path)
+
+
+def test_shards_of_the_trainers_own_are_pushed_as_they_are(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
+    """As of FSDP: rows of every tensor, dealt over three."""
+    tensors = trained(model, 6.0)
+    with stage(**where(ranks)) as publication:
+        for shard in range(3):
+            for name, tensor in tensors.items():
+                rows = -(-tensor.shape[0] // 3)
+                mine = slice(min(shard * rows, tensor.shape[0]), min((shard + 1) * rows, tensor.shape[0]))
+                publication.push(name, [mine], tensor[mine])
+        version = publication.commit()
+    require_served(ranks, tensors, version, tmp_path)
+
+
+def test_leaving_without_a_commit_changes_nothing(ranks: list[Daemon], model: Path) -> None:
+    before = versions(ranks)
+    with stage(**where(ranks)) as publication:
+        for name, tensor in trained(model, 7.0).items():
+            publication.push(name, tensor)
+    assert versions(ranks) == before
+    assert waiting(ranks) == []
+
+
+def test_what_is_missing_is_named_and_nothing_changes(ranks: list[Daemon], model: Path) -> None:
+    before, tensors = versions(ranks), trained(model, 8.0)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(PushMismatch, match=r"model\.layers\.0\.self_attn\.k_proj\.weight"):
+        publish(tensors, **where(ranks))
+    assert versions(ranks) == before
+    assert waiting(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model.layers.0.qkv_proj.weight", torch.zeros(4), "has no tensor"),
+        ("model.norm.weight", torch.zeros(32), "another dtype"),
+        ("model.norm.weight", torch.zeros(31, dtype=torch.bfloat16), "another shape"),
+        ("model.norm.weight", "weights", "no tensor"),
+    ],
+)
+def test_what_the_checkpoint_does_not_have_is_refused(ranks: list[Daemon], name: str, value: Any, said: str) -> None:
+    before = versions(ranks)
+    with pytest.raises(PushMismatch, match=said):
+        publish({name: value}, partial=True, **where(ranks))
+    assert versions(ranks) == before
+    assert waiting(ranks) == []
+
+
+def test_of_two_trainers_the_second_is_told(ranks: list[Daemon], model: Path) -> None:
+    tensors = trained(model, 9.0)
+    with stage(**where(ranks)) as publication:
+        with pytest.raises(UpdateConflict):
+            publish(tensors, **where(ranks))
+        for name, tensor in tensors.items():
+            publication.push(name, tensor)
+        version = publication.commit()
+    assert versions(ranks) == [version, version]
+
+
+def test_a_tensor_may_change_when_push_returns(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
+    tensors = trained(model, 10.0)
+    with stage(**where(ranks)) as publication:
+        for name, tensor in tensors.items():
+            used_again = tensor.clone()
+            publication.push(name, used_again)
+            used_again.zero_()
+        version = publication.commit()
+    require_served(ranks, tensors, version, tmp_path)
