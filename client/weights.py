@@ -224,6 +224,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         ``version``, ``generation``, ``manifest`` and the lease are its own. Both are mapped until then.
 
         Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
+        and for memory kind ``cuda-ipc``, which has no other memory at its addresses;
         DaemonUnreachable, DaemonNotReady, TransferError; InvalidOption for weights from disk; ValueError after
         :meth:`close`.
         """

@@ -84,8 +84,8 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Whoever holds it closes ``memory`` when nobody is to be granted it any more; engines that map it keep their
-    pages.
+    """Whoever holds it frees it when nobody is to be granted it any more; engines that map it keep their pages, unless
+    these are a holder's.
     """
 
     id: str
@@ -122,6 +122,11 @@ class Generation:
     def kind(self) -> MemoryKind:
         """Of its segments."""
         return kind_of(self.config)
+
+    @property
+    def segments(self) -> list[int]:
+        """Their descriptors, which stay its own."""
+        return [self.memory[position] for position in range(1, 1 + len(self.segments_nbytes))]
 
     @property
     def version(self) -> str:
@@ -168,14 +173,22 @@ class Generation:
         """Read-only descriptors of the manifest and each segment, made for one client: nothing (not even a file offset)
         is shared with another's. Then what tells of the holder's end, where there is one. The caller closes them once
         they are sent."""
-        segments = len(self.segments_nbytes)
+        segments = self.segments
         with OwnedFds() as made:
             made.append(host.export(self.memory[0]))
-            for position in range(1, 1 + segments):
-                made.append(self.kind.export(self.memory[position]))
+            for segment in segments:
+                made.append(self.kind.export(segment))
             if self.holder is not None:
-                made.append(fcntl.fcntl(self.memory[1 + segments], fcntl.F_DUPFD_CLOEXEC, 0))
+                made.append(fcntl.fcntl(self.memory[1 + len(segments)], fcntl.F_DUPFD_CLOEXEC, 0))
             return OwnedFds(made.take_all())
+
+    async def free(self) -> None:
+        """Nobody is to be granted it any more: close its memory, and wait until its holder, where it has one, has given
+        that back. Safe to call twice.
+        """
+        self.memory.close()
+        if self.holder is not None:
+            await self.holder.gone()
 
 
 async def sha256_of(fd: int, *, nbytes: int) -> str:

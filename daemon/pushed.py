@@ -123,8 +123,8 @@ async def _plan(
     base, stage = request.base, request.stage
     with OwnedFds([host.export(base.memory[0])]) as kept:
         if request.partial:
-            for position in range(1, len(base.memory)):
-                kept.append(base.kind.export(base.memory[position]))
+            for segment in base.segments:
+                kept.append(base.kind.export(segment))
         await worker.send(
             Job(
                 model_dir=base.origin.model_dir,

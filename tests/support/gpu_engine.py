@@ -160,14 +160,14 @@ class _Engine:
 
     def refused(self) -> list[str]:
         """What is said to the words that memory of this kind cannot carry out."""
-        from weightcached.protocol.errors import UnsupportedModel
+        from weightcached.protocol.errors import SwapRefused, UnsupportedModel
 
         said = []
-        for word in (self.weights.unmap, self.weights.remap, self.weights.revert):
+        for word in (self.weights.unmap, self.weights.remap, self.weights.revert, self.weights.stage):
             try:
                 word()
-            except UnsupportedModel as error:
-                said.append(str(error))
+            except (UnsupportedModel, SwapRefused) as error:
+                said.append(f"{error.code}: {error}")
         return said
 
     def close_but_a_tensor(self) -> None:
