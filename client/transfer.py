@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -113,7 +114,7 @@ def _held_segments(
     return segments
 
 
-def map_segments(fds: list[int], sizes: list[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
+def map_segments(fds: Sequence[int], sizes: Sequence[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
     """Map each segment for an engine; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
     segments: list[SegmentMapping] = []
     try:

@@ -136,7 +136,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise out_of_turn(planned, expected="Planned")
-        room = await admitted(kind, sum(planned.segments_nbytes), request.make_room)
+        room = await admitted(kind, planned.segments_nbytes, request.make_room)
         log.info(
             "planned",
             extra={
@@ -163,7 +163,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     receipts_version=receipts_version,
                     digest=digest,
                 ),
-                [memory[number] for number in range(len(memory))],
+                list(memory),
             )
             done, manifest = await worker.receive(progress)
             with manifest:
@@ -198,8 +198,13 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                 )
 
 
-async def admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
+async def admitted(
+    kind: MemoryKind,
+    segments_nbytes: Sequence[int],
+    make_room: Callable[[], Awaitable[bool]] | None,
+) -> Room:
     """Measured, again after each time that something was given back. Raises InsufficientMemory."""
+    nbytes = sum(map(kind.resident_nbytes, segments_nbytes))
     while True:
         try:
             return await in_thread(partial(kind.admit, nbytes))
@@ -358,8 +363,8 @@ class Worker:
 
 
 def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
-    for position in range(len(memory)):
-        kind.seal(memory[position])
+    for fd in memory:
+        kind.seal(fd)
 
 
 @asynccontextmanager

@@ -87,7 +87,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(LoadStrategy),
         default="auto",
         help="how files are read: through the page cache (read), the same for files far away (prefetch), past it\n"
-        "(direct), or from a mapping (mmap); the log says what auto has chosen, and why (default: auto)",
+        "(direct), past the host into a GPU's memory (gds: GPUDirect Storage, by way of kvikio), or from a mapping\n"
+        "(mmap); the log says what auto has chosen, and why (default: auto)",
     )
     group.add_argument(
         "--cache-dir",

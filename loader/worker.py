@@ -101,14 +101,18 @@ def _serve(channel: Channel) -> Target | None:
     kind = kind_of(config)
     with given, source_of(job, config, given, begins) as source:
         channel.send(source.planned())
-        memory, fds = _memory(channel, buckets=0 if job.push is None else job.push.bucket_count)
+        segments = len(source.segments_nbytes)
+        buckets = 0 if job.push is None else job.push.bucket_count
+        memory, fds = _memory(channel, segments=segments, buckets=buckets)
         with fds:
-            source.buckets = [fds[position] for position in range(1, len(fds))]
+            source.buckets = list(fds)[segments:]
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
             stage = "load weights" if job.push is None else "push weights"
-            with to_be_filled(fds[0], kind, nbytes=source.segment_nbytes) as target:
+            with to_be_filled(
+                list(fds)[:segments], kind, nbytes=source.segments_nbytes, computes=source.uses_torch
+            ) as target:
                 filled = source.fill(
                     target,
                     lambda done, total: channel.send(Progress(stage=stage, bytes_done=done, bytes_total=total)),
@@ -128,7 +132,7 @@ def _report_done(channel: Channel, job: Job, source: Source, filled: Filled, man
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
-            resident_nbytes=source.segment_nbytes,
+            resident_nbytes=sum(source.segments_nbytes),
             bytes_read=filled.bytes_read,
             bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
@@ -143,6 +147,9 @@ def _hold(channel: Channel) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as above: a service manager tells every process of the service
     gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what it computed with, and would keep for another time
     log.info("all is filled: staying, as the holder of the memory")
     try:
         channel.receive()
@@ -160,14 +167,14 @@ def _job(channel: Channel) -> tuple[Job, OwnedFds]:
     return frame.message, frame.fds
 
 
-def _memory(channel: Channel, *, buckets: int) -> tuple[Memory, OwnedFds]:
-    """What the keeper allocated: one segment, and so many buckets, whose descriptors the caller owns."""
+def _memory(channel: Channel, *, segments: int, buckets: int) -> tuple[Memory, OwnedFds]:
+    """What the keeper allocated: so many segments, and then buckets, whose descriptors the caller owns."""
     frame = channel.receive()
-    if not isinstance(frame.message, Memory) or len(frame.fds) != 1 + buckets:
+    if not isinstance(frame.message, Memory) or len(frame.fds) != segments + buckets:
         found = f"{type(frame.message).__name__} with {len(frame.fds)} descriptors"
         frame.fds.close()
         raise ProtocolError(
-            "the keeper spoke out of turn", expected=f"Memory with {1 + buckets} descriptors", found=found
+            "the keeper spoke out of turn", expected=f"Memory with {segments + buckets} descriptors", found=found
         )
     return frame.message, frame.fds
 

@@ -41,6 +41,9 @@ dies_with_holder = False
 LARGE_PAGE_NBYTES = 2 << 20
 """Mappings of at least this size begin at a multiple of it: large pages of the segment are then mapped as such."""
 
+segment_max_nbytes: int | None = None
+"""A memfd may be as large as there is memory."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)

@@ -79,6 +79,12 @@ class MemoryKind(Protocol):
         no vault keeps anything, and who is granted a segment watches it.
         """
 
+    @property
+    def segment_max_nbytes(self) -> int | None:
+        """What a segment may be at most; None: as much as there is memory. With the layout it decides every place, so
+        it is the same for equal configs.
+        """
+
     def admit(self, nbytes: int) -> Room:
         """The tightest limit, if ``nbytes`` of segments fit under it; InsufficientMemory if not."""
 

@@ -33,6 +33,11 @@ class OnDevice(ABC):
     def page_nbytes(self) -> int:
         """Segments take whole multiples of it."""
 
+    @functools.cached_property
+    def segment_max_nbytes(self) -> int | None:
+        """What one allocation may be."""
+        return physical.largest_nbytes(lambda: self.page_nbytes)
+
     def resident_nbytes(self, nbytes: int) -> int:
         """``nbytes`` in whole pages of the device."""
         return physical.rounded(nbytes, self.page_nbytes)

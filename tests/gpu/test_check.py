@@ -17,7 +17,12 @@ from weightcached.protocol.memory.cuda import devices, physical
 
 CHECK = Path(__file__).with_name("check.py")
 SLOW = {"kept", "attach", "holder", "tokens"}
-LACKING = {"allocator": "has no CUDA", "graph": "has no CUDA", "vllm": "vllm is not installed"}
+LACKING = {
+    "allocator": "has no CUDA",
+    "graph": "has no CUDA",
+    "straight": "kvikio cannot be imported",
+    "vllm": "vllm is not installed",
+}
 
 
 def checked(fake_cuda, *arguments, **variables):

@@ -183,6 +183,12 @@ class _Engine:
                 thread.join(20)
         return [thread.name for thread in threading.enumerate()]
 
+    def swap(self) -> dict[str, Any]:
+        """To what the daemon has in use; what it has then, as at first."""
+        with self.weights.stage() as staged, self.weights.barrier.stopped() as stopped:
+            staged.swap(stopped)
+        return self.attached()
+
     def take_a_context(self) -> None:
         """As torch does when it computes: from now on NVML lists this process."""
         from weightcached.protocol.memory.cuda.context import Context
