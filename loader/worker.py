@@ -36,7 +36,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.memory import host, names
 from weightcached.protocol.memory.kinds import kind_of
-from weightcached.protocol.processes import die_with_parent, lower_priority
+from weightcached.protocol.processes import die_with_parent, step_back
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--yield", action="store_true", dest="yields", help="let everybody else compute and read first")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    if arguments.yields and (refused := lower_priority()):
+    if arguments.yields and (refused := step_back()):
         log.warning("could not step back behind everybody else: %s", "; ".join(refused))
     # Ctrl-C reaches the whole foreground group: stopping is the keeper's to decide, and we die with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -113,6 +113,7 @@ def receipts_of(model_dir: str) -> tuple[str, bool, bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--yield", action="store_true", help="taken, and makes no difference to what a script does")
     channel = Channel(
         socket.socket(fileno=parser.parse_args().fd), outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER
     )
