@@ -10,9 +10,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import tiny_llama
+from tests.support.commanding import Changer, from_directory, other_weights
 from tests.support.fakecuda import GRANULARITY, OUT_OF_MEMORY, UNKNOWN, FakeCuda
 from tests.support.gpu_daemons import IPC, IPC_ENGINE, digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import GpuEngine, gpu_engine
@@ -23,6 +26,7 @@ from weightcached.daemon.holdings import Parts
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import TransferError
 from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory.cuda import physical
 from weightcached.protocol.testing import TensorBytes, honest_grant, sealed_memory
 
 BOUND_S = 10.0
@@ -258,6 +262,33 @@ def test_a_release_gives_everything_up(fake_cuda: FakeCuda, model: Path, runtime
         assert fake_cuda.memory() == []
         assert not place_of(fake_cuda.devices[0], runtime_dir).socket_path.exists()
         assert served.process.wait(60) == 0
+
+
+def test_a_shard_in_several_segments_has_a_card_for_each(
+    fake_cuda: FakeCuda, tmp_path: Path, runtime_dir: Path
+) -> None:
+    limit: dict[str, Any] = {physical.LARGEST_VARIABLE: str(GRANULARITY)}
+    large = tiny_llama(tmp_path / "large", hidden_size=256, vocab_size=2048, intermediate_size=1024)
+    expected = digests_from_disk(large)
+    with gpu_daemon(fake_cuda, large, runtime_dir, *IPC, **limit) as served:
+        report = served.wait_until("ready")
+        segments = fake_cuda.memory()
+        assert len(segments) > 2
+        assert len({memory.pid for memory in segments}) == 1
+        after = Changer(served).update(from_directory(other_weights(large, tmp_path / "other")), keep_previous=0)
+        assert after.current != report.generation
+        served.wait_logged("generation dropped", generation=report.generation)
+        segments = fake_cuda.memory()
+        with gpu_engine(fake_cuda, large, runtime_dir, **IPC_ENGINE, want="current") as engine:
+            assert engine.answer()["resident_bytes"] == report.resident_nbytes
+            assert engine.ask("digests") != expected
+            assert engine.ask("differing") == []
+            assert killed(segments[0].pid, (engine,)) < BOUND_S
+        assert served.process.wait(60) == 1
+    with gpu_engine(fake_cuda, large, runtime_dir, environment=limit, **IPC_ENGINE) as engine:
+        assert engine.answer()["source"] == "disk"
+        assert engine.ask("digests") == expected
+    assert fake_cuda.memory() == []
 
 
 async def test_what_died_with_a_daemon_is_not_adopted_whatever_a_vault_hands_back(
