@@ -224,9 +224,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         ``version``, ``generation``, ``manifest`` and the lease are its own. Both are mapped until then.
 
         Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
-        and for memory kind ``cuda-ipc``, which has no other memory at its addresses;
-        DaemonUnreachable, DaemonNotReady, TransferError; InvalidOption for weights from disk; ValueError after
-        :meth:`close`.
+        and for memory kind ``cuda-ipc``, whose addresses cannot show another; DaemonUnreachable, DaemonNotReady,
+        TransferError; InvalidOption for weights from disk; ValueError after :meth:`close`.
         """
         return stage(self, generation=generation, version=version, timeout_s=timeout_s)
 
