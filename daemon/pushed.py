@@ -90,10 +90,13 @@ async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over
                 check_manifest(done, manifest)
                 progress.update("seal")
                 await worker.seal(memory, kind)
+                sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
+                holder = worker.stay(memory) if kind.dies_with_holder else None
                 return Generation(
                     id=generation_id,
                     config=base.config,
-                    manifest_sha256=await sha256_of(manifest[0], nbytes=done.manifest_nbytes),
+                    manifest_sha256=sha256,
+                    holder=holder,
                     memory=OwnedFds([manifest.take(0), *memory.take_all()]),
                     manifest_nbytes=done.manifest_nbytes,
                     segments_nbytes=planned.segments_nbytes,
@@ -118,8 +121,8 @@ async def _plan(
     base, stage = request.base, request.stage
     with OwnedFds([host.export(base.memory[0])]) as kept:
         if request.partial:
-            for position in range(1, len(base.memory)):
-                kept.append(base.kind.export(base.memory[position]))
+            for segment in base.segments:
+                kept.append(base.kind.export(segment))
         await worker.send(
             Job(
                 model_dir=base.origin.model_dir,

@@ -28,7 +28,7 @@ from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory
 from weightcached.protocol.memory.cuda.staging import Pinned
-from weightcached.protocol.memory.cuda_vmm import address_of
+from weightcached.protocol.memory.on_device import address_of
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,20 @@ class DeviceSegments:
     on_host = False
     lends = True
 
-    def __init__(self, context: Context, segments: Sequence[Span], *, computing: Computing | None = None) -> None:
-        """``computing``: how arithmetic happens on the device; None: the host does it."""
+    def __init__(
+        self,
+        context: Context,
+        segments: Sequence[Span],
+        *,
+        computing: Computing | None = None,
+        memory: object = None,
+    ) -> None:
+        """``computing``: how arithmetic happens on the device; None: the host does it. ``memory`` is what has to live
+        for as long as this is kept, also when all is filled.
+        """
         self.context = context
         self.computing = computing
+        self._memory = memory
         self._segments = segments
         self._ports: list[_DevicePort] = []
         self._changed = threading.Condition()

@@ -19,7 +19,7 @@ from weightcached.loader.slabs import Read, Slab
 from weightcached.protocol.errors import DeploymentError, TruncatedFile, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory
-from weightcached.protocol.memory.cuda_vmm import address_of
+from weightcached.protocol.memory.on_device import address_of
 
 LEAST_NBYTES = 64 << 10
 """Of a slab. Smaller reads cost a round trip each, and gain nothing."""

@@ -78,8 +78,9 @@ class Planned(Message):
 
 
 class Memory(Message):
-    """Carries one writable descriptor per segment, and for a push a readable one per bucket after them. ``version`` and
-    ``receipts_version`` go into the manifest, unless a trainer assigns others.
+    """Carries one writable descriptor per segment (its blank card, where the memory is the worker's to allocate), and
+    for a push a readable one per bucket after them. ``version`` and ``receipts_version`` go into the manifest, unless a
+    trainer assigns others.
     """
 
     version: ShortText
@@ -96,7 +97,10 @@ class Progress(Message):
 
 
 class Done(Message):
-    """Every segment is filled and unmapped; carries the sealed manifest's descriptor."""
+    """Every segment is filled, and unmapped where it was mapped; carries the sealed manifest's descriptor.
+
+    A worker whose own memory the segments are stays then, as their holder, until the keeper closes the connection.
+    """
 
     manifest_nbytes: Count
     resident_nbytes: Count

@@ -44,16 +44,17 @@ def rounded(nbytes: int, multiple: int) -> int:
     return max(-(-nbytes // multiple), 1) * multiple
 
 
-def largest_nbytes(device: Callable[[], Device]) -> int | None:
+def largest_nbytes(page_nbytes: Callable[[], int]) -> int | None:
     """The most that one allocation may be, in whole pages. None where nobody says so: the driver names no limit but the
     device itself, and whoever allocates more than that is told what holds its memory.
 
-    ``device`` is called only where there is a limit. InvalidOption where :data:`LARGEST_VARIABLE` is less than a page.
+    ``page_nbytes`` is called only where there is a limit. InvalidOption where :data:`LARGEST_VARIABLE` is less than
+    that.
     """
     said = os.environ.get(LARGEST_VARIABLE)
     if said is None:
         return None
-    multiple = granularity(device())
+    multiple = page_nbytes()
     if not (said.isascii() and said.isdecimal()) or int(said) < multiple:
         raise InvalidOption(
             f"unusable {LARGEST_VARIABLE}", expected=f"a number of bytes, {multiple} at least", found=said
