@@ -19,7 +19,7 @@ from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import compute
 from weightcached.daemon.finding import CONFIG_TIMEOUT_S, Finding
 from weightcached.daemon.generation import Generation, Origin
-from weightcached.daemon.loading import LoadRequest, TransientFailure, load
+from weightcached.daemon.loading import LoadRequest, load
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.record import Record
@@ -27,6 +27,7 @@ from weightcached.daemon.reproving import Contradicted, Proven, compare
 from weightcached.daemon.states import State
 from weightcached.daemon.text import binary_size
 from weightcached.daemon.verifying import verify
+from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.config import CacheConfig, Provenance, provenance_of
 from weightcached.protocol.errors import (
     CheckpointUnproven,

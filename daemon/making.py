@@ -16,11 +16,12 @@ from weightcached.daemon.change_custody import ChangeCustody
 from weightcached.daemon.finding import Finding
 from weightcached.daemon.freeing import Freeing
 from weightcached.daemon.generation import Generation, Origin
-from weightcached.daemon.loading import TransientFailure, load
+from weightcached.daemon.loading import load
 from weightcached.daemon.record import Record
 from weightcached.daemon.state_record import PreparedRecord
 from weightcached.daemon.text import binary_size
 from weightcached.daemon.verifying import verify
+from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.control import FromCheckpoint
 from weightcached.protocol.errors import DaemonNotReady, InsufficientMemory, ManagerUnreachable

@@ -17,16 +17,10 @@ from functools import partial
 
 from weightcached.daemon.buckets import make_bucket
 from weightcached.daemon.generation import CheckpointReceipts, Generation, sha256_of
-from weightcached.daemon.loading import (
-    Worker,
-    admitted,
-    allocate,
-    check_manifest,
-    out_of_turn,
-    started_worker,
-)
+from weightcached.daemon.loading import admitted, allocate, check_manifest, out_of_turn
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
+from weightcached.daemon.worker_process import Worker, started_worker
 from weightcached.protocol.assigned import is_assigned
 from weightcached.protocol.errors import ProtocolError
 from weightcached.protocol.fds import OwnedFds

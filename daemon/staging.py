@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from weightcached.daemon.freeing import Freeing
 from weightcached.daemon.generation import Generation
-from weightcached.daemon.loading import TransientFailure
 from weightcached.daemon.pushed import PushRequest, load_pushed
 from weightcached.daemon.record import Record, Tell
+from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.control import ChangeInfo, FromTrainer
 from weightcached.protocol.errors import (

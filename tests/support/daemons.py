@@ -52,9 +52,9 @@ import os, sys
 if group := os.environ.get("WEIGHTCACHED_TEST_CGROUP"):
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
-import weightcached.daemon.connection as connection, weightcached.daemon.loading as loading
+import weightcached.daemon.connection as connection, weightcached.daemon.worker_process as worker_process
 import weightcached.daemon.acquiring as acquiring, weightcached.daemon.reproving as reproving
-loading.WORKER_MODULE = "tests.support.scripted_worker"
+worker_process.WORKER_MODULE = "tests.support.scripted_worker"
 acquiring.RETRY_DELAYS_S = (0.05, 0.05, 0.05)
 reproving.RETRY_FIRST_S = 0.2
 if broken := os.environ.get("WEIGHTCACHED_TEST_BREAKS"):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from weightcached.daemon import cli, custody, loading, server, vault
+from weightcached.daemon import cli, custody, server, vault, worker_process
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.generation import Generation
 from weightcached.protocol.fds import OwnedFds
@@ -32,26 +32,26 @@ def path_absent() -> None:
 
 def byte_flipped() -> None:
     """One bit of the segment is changed between the worker's last word and the seals."""
-    seal = loading._seal
+    seal = worker_process._seal
 
     def flip_and_seal(memory: OwnedFds, kind: MemoryKind) -> None:
         [byte] = os.pread(memory[0], 1, 0)
         os.pwrite(memory[0], bytes([byte ^ 1]), 0)
         seal(memory, kind)
 
-    loading._seal = flip_and_seal
+    worker_process._seal = flip_and_seal
 
 
 def published_half() -> None:
     """Sealed and published with half of the segment still as it was allocated."""
-    seal = loading._seal
+    seal = worker_process._seal
 
     def empty_half_and_seal(memory: OwnedFds, kind: MemoryKind) -> None:
         nbytes = os.fstat(memory[0]).st_size
         os.pwrite(memory[0], bytes(nbytes - nbytes // 2), nbytes // 2)
         seal(memory, kind)
 
-    loading._seal = empty_half_and_seal
+    worker_process._seal = empty_half_and_seal
 
 
 def descriptor_leaked() -> None:
