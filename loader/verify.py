@@ -23,7 +23,7 @@ from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.integrity import differing_rows
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory.kinds import kind_of
-from weightcached.protocol.processes import die_with_parent, lower_priority
+from weightcached.protocol.processes import die_with_parent, step_back
 
 NAMES_MAX = 20
 """Of parameters that differ, in an answer; their number is in it too."""
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if given.die_with_parent is not None:
         die_with_parent(given.die_with_parent)
-    if given.yields and (refused := lower_priority()):
+    if given.yields and (refused := step_back()):
         print(f"could not step back behind everybody else: {'; '.join(refused)}", file=sys.stderr)
     try:
         answer = verify(given.manifest, given.segment)

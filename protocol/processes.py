@@ -15,7 +15,10 @@ import time
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _IOPRIO_WHO_PROCESS = 1
-_IOPRIO_CLASS_IDLE = 3 << 13
+_IOPRIO_LAST_OF_ALL = 3 << 13
+"""The idle class: only while nobody else reads."""
+_IOPRIO_LAST_OF_MANY = 2 << 13 | 7
+"""The lowest level of the usual class: behind others, and never not at all."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,19 +51,34 @@ def age_s() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
+STEP_BACK_NICENESS = 15
+"""Of a process that somebody waits for: about a thirtieth of a core where another process wants all of it."""
+
+
+def step_back() -> tuple[str, ...]:
+    """Gives CPU and disk to everybody else first, and still gets on where they are busy: for work that somebody waits
+    for, beside an engine. As :func:`lower_priority` otherwise.
+    """
+    return _lower(STEP_BACK_NICENESS, _IOPRIO_LAST_OF_MANY)
+
+
 def lower_priority() -> tuple[str, ...]:
     """Gives CPU (nice 19) and disk (the idle class) to everybody else first; call it before any thread is started.
 
     Returns what could not be lowered, in words: that is worth a log line, not a failure.
     """
+    return _lower(19, _IOPRIO_LAST_OF_ALL)
+
+
+def _lower(niceness: int, disk: int) -> tuple[str, ...]:
     refused = []
     try:
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
     except OSError as error:
         refused.append(f"CPU priority: {error.strerror}")
     number = _IOPRIO_SET.get(platform.machine())
     if number is None:
         refused.append(f"disk priority: unknown machine {platform.machine()}")
-    elif _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE) != 0:
+    elif _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, disk) != 0:
         refused.append(f"disk priority: {os.strerror(ctypes.get_errno())}")
     return tuple(refused)

@@ -49,7 +49,7 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
         f"Greedy decoding in Transformers on mapped weights of {size(nbytes)}, while its daemon loads as much beside",
         ("tokens/s before", "during", "after", "share kept", "the update took (s)"),
         rows,
-        ("loading and verifying step back behind everybody else (nice 19, idle disk class): an update takes longer",),
+        ("loading and verifying step back behind everybody else (nice 15): an update takes longer",),
     )
     return Outcome("update", [table], (target,), {"rounds": measured})
 

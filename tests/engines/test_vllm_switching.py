@@ -12,7 +12,7 @@ from tests.support.fine_tuned import fine_tuned
 from weightcached.client.control import update
 
 CASES = {case.name: case for case in (*DENSE, *EXPERTS)}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # three engines a test, beside daemons
 OPTIONS = {"want": "current"}
 
 
@@ -49,7 +49,6 @@ def test_what_vllm_has_made_of_the_weights_is_not_left_behind_but_refused(genera
     assert caught.value.code == "swap_refused"
 
 
-@pytest.mark.timeout(600)
 def test_two_ranks_switch_together(pair, checkpoint, tmp_path):
     model = checkpoint(CASES["llama"])
     tuned = fine_tuned(model, tmp_path / "tuned")

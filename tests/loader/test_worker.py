@@ -29,6 +29,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.processes import STEP_BACK_NICENESS
 from weightcached.protocol.worker_messages import KEEPER_TO_WORKER, WORKER_TO_KEEPER, Done, Memory, Planned
 
 
@@ -66,7 +67,7 @@ def test_a_job_done(model):
     wanted = load(model, layout="fused", tp_size=2, tp_rank=1, expendable=True)
     with nothing_left_behind(), worker() as running:
         planned = running.plan(model, config)
-        assert planned.segments_nbytes == (wanted.prepared.placement.segment_nbytes,)
+        assert planned.segments_nbytes == (wanted.prepared.placement.nbytes,)
         assert planned.bytes_to_read == wanted.loaded.figures.bytes_requested
         assert planned.accounting.expected == planned.accounting.loaded > 0
         segment = running.give_memory(*planned.segments_nbytes)
@@ -165,7 +166,7 @@ def test_beside_weights_that_are_served_it_steps_back_behind_everybody_else(mode
         for running in (first, beside):
             running.plan(model, config_of(model))
         assert os.getpriority(os.PRIO_PROCESS, first.pid) == ours
-        assert os.getpriority(os.PRIO_PROCESS, beside.pid) == 19
+        assert os.getpriority(os.PRIO_PROCESS, beside.pid) == STEP_BACK_NICENESS
 
 
 def test_files_that_change_between_plan_and_memory_are_noticed(model):
