@@ -20,6 +20,7 @@ from weightcached.daemon.digesting import compute
 from weightcached.daemon.finding import CONFIG_TIMEOUT_S, Finding
 from weightcached.daemon.generation import Generation, Origin
 from weightcached.daemon.loading import LoadRequest, load
+from weightcached.daemon.lost import loses_what_was_served, require_nothing_lost
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.record import Record
@@ -111,6 +112,8 @@ class Acquiring:
         adopted: list[Adopted] = []
         try:
             for generation_id in self._in_order():
+                if loses_what_was_served(self._custody, self._options.model):
+                    break
                 if (current := await self._try(generation_id)) is not None:
                     adopted = [current, *await self._others(current.generation.config)]
                     break
@@ -123,9 +126,13 @@ class Acquiring:
 
     async def _forget_unfinished(self) -> None:
         """What a change had begun to store, and what of one that was prepared has not come back whole: neither can ever
-        be decided upon."""
+        be decided upon. And what was given up while the vault could not be told."""
         record, candidates = self._custody.record, self._custody.candidates
         prepared = record.prepared.generation if record.prepared is not None else None
+        if not self._custody.record_lost:
+            for given_up in candidates.keys() - {one.id for one in record.generations}:
+                log.warning("what was given up before is removed", extra={"generation": given_up})
+                await self._custody.refuse(given_up)
         for one in record.generations:
             if one.staged and one.id != prepared and one.id in candidates:
                 log.warning("what a change had not finished is removed", extra={"generation": one.id})
@@ -264,6 +271,7 @@ class Acquiring:
         """Find out what to load and load it, again after a pause when a failure was transient. Raises the error that
         stands in the end. The caller owns the generation.
         """
+        require_nothing_lost(self._custody, self._options.model)
         request = await self._find_out()
         self._record.machine.move(State.LOADING)
         for delay_s in (*RETRY_DELAYS_S, None):

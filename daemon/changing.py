@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from weightcached.daemon.change_custody import ChangeCustody
 from weightcached.daemon.freeing import Freeing
@@ -62,6 +64,7 @@ class Changing:
         self._freeing = freeing
         self._making = making
         self._task: asyncio.Task[None] | None = None
+        self._told_to_end: asyncio.Task[None] | None = None
         self._pushed: tuple[FromTrainer, asyncio.Future[Make]] | None = None
         self.info: ChangeInfo | None = None
         """The change that is worked at, or is prepared, or ended last."""
@@ -133,16 +136,19 @@ class Changing:
             )
         return self._pushed[0]
 
-    async def prepare_with(self, transaction: str, make: Make) -> ChangeInfo:
-        """Have ``make`` make the weights of a change that waits for a trainer; how it ended: ``prepared``, ``failed``
-        or ``aborted``. ``make`` is cancelled where the change is aborted. Raises UpdateConflict as
-        :meth:`expected_push`.
+    def prepare_with(self, transaction: str, make: Make) -> Coroutine[Any, Any, ChangeInfo]:
+        """From the call on, have ``make`` make the weights of a change that waits for a trainer; awaited, how it ended:
+        ``prepared``, ``failed`` or ``aborted``. ``make`` is cancelled where the change is aborted. Raises
+        UpdateConflict as :meth:`expected_push`.
         """
         self.expected_push(transaction)
         if self._pushed is None or self._task is None:
             raise InternalError("a change that waits for a trainer has no task")
         self._pushed[1].set_result(make)
-        await asyncio.wait({self._task})
+        return self._end_of(self._task)
+
+    async def _end_of(self, task: asyncio.Task[None]) -> ChangeInfo:
+        await asyncio.wait({task})
         if self.info is None:
             raise InternalError("a change has ended without a trace")
         return self.info
@@ -165,10 +171,14 @@ class Changing:
                 )
             )
         finally:
-            self._pushed = None
-            self._record.progress.update("ready")
-            if self._record.state is State.UPDATING:
-                self._record.machine.move(State.READY)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Nothing is being prepared any more."""
+        self._pushed = None
+        self._record.progress.update("ready")
+        if self._record.state is State.UPDATING:
+            self._record.machine.move(State.READY)
 
     async def _prepare(self, asked: Prepare) -> None:
         source = asked.source
@@ -293,10 +303,19 @@ class Changing:
             await self.stop()
 
     async def stop(self) -> None:
-        """End the preparing of a change; what is prepared stays so. Safe to call twice."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        """End the preparing of a change; what is prepared stays so. Safe to call twice, and before the first has
+        returned.
+        """
+        task = self._task
+        if task is None:
+            return
+        if self._told_to_end is not task:  # told again, it would leave what it is putting away where it lies
+            self._told_to_end = task
+            task.cancel()
+        await asyncio.wait({task})
+        if task is self._task and self.info is not None and self.info.state == "preparing":
+            self._ended("aborted")  # it had not begun, and could not say so itself
+            self._settle()
 
 
 def _waiting(asked: Prepare, generation: Generation) -> PreparedRecord:

@@ -43,6 +43,7 @@ from weightcached.protocol.errors import (
     UpdateConflict,
 )
 from weightcached.protocol.messages import Message, Status
+from weightcached.protocol.places import Place
 from weightcached.protocol.transaction import Outcome
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,9 @@ class Commands:
     # Every rank
 
     def _prepare(self, asked: Prepare) -> RankState:
-        own = self._record.options.place.device
+        place = self._record.options.place
+        own = place.device
+        Place(place.runtime_dir, place.name, asked.leader)  # InvalidOption: nobody could ever be asked there
         if (asked.leader == own) is not self._is_leader:
             raise InvalidOption(
                 "the change names another leader than this rank knows",

@@ -86,6 +86,18 @@ class Custody:
         return nothing if generation_id is None else self._keeping.get(generation_id, nothing)
 
     @property
+    def lost(self) -> GenerationRecord | None:
+        """What was served last, where it has not come back or was refused for good: remembered until something else is
+        held."""
+        current = self.record.current
+        return None if current is None or current in self.candidates else self.record.generation(current)
+
+    @property
+    def record_lost(self) -> bool:
+        """Whether the state has not come back: nothing says what the generations that did were to each other."""
+        return self.record.starts == 1
+
+    @property
     def outlives_stop(self) -> bool:
         """Whether weights are (or may be) still kept when this process has stopped cleanly."""
         kept = any(one.state in ("kept", "unproven") for one in self._keeping.values())
@@ -111,7 +123,7 @@ class Custody:
             starts=record.starts + 1,
             adoption_attempts=attempts,
             quarantined=tuple(quarantined),
-            generations=tuple(one for one in record.generations if one.id in came),
+            generations=tuple(one for one in record.generations if one.id in came or one.id == record.current),
         )
         self.candidates = {id_: came[id_] for id_ in fresh}
         self.quarantined = {id_: Quarantined(frozenset(came[id_].names), came[id_].nbytes) for id_ in quarantined}
@@ -218,12 +230,14 @@ class Custody:
         self.change(adoption_attempts=0)
 
     async def refuse(self, generation_id: str) -> None:
-        """Remove what came back and can never be adopted."""
-        await self.forget([generation_id])
+        """Remove what came back and can never be adopted. That it was served last is remembered."""
+        await self.forget([generation_id], remembering=self.record.current)
 
     async def retire(self) -> None:
-        """Remove every candidate: something else is held now."""
-        await self.forget(list(self.candidates))
+        """Remove every candidate, and the memory of what was lost: something else is held now."""
+        held = {*self._names, self.record.current}
+        lost = [one.id for one in self.record.generations if one.id not in held]
+        await self.forget([*self.candidates, *lost])
 
     async def release_quarantined(self) -> int:
         """Remove what is quarantined; how many generations that were."""
@@ -231,8 +245,10 @@ class Custody:
         await self.forget(ids)
         return len(ids)
 
-    async def forget(self, ids: Iterable[str]) -> None:
-        """Remove generations from the vault, and then from the record. Descriptors that are ours stay ours."""
+    async def forget(self, ids: Iterable[str], *, remembering: str | None = None) -> None:
+        """Remove generations from the vault, and then from the record, which goes on ``remembering`` that one.
+        Descriptors that are ours stay ours.
+        """
         ids = list(ids)
         names = set[str]().union(*(self._names.get(id_, set()) for id_ in ids))
         if names:
@@ -245,6 +261,7 @@ class Custody:
                 for fd in parts.fds:
                     os.close(self.holdings.take(fd))
         record = self.record
+        ids = [id_ for id_ in ids if id_ != remembering]
         self.change(
             generations=tuple(one for one in record.generations if one.id not in ids),
             quarantined=tuple(id_ for id_ in record.quarantined if id_ not in ids),

@@ -38,8 +38,9 @@ class Freeing:
         held = self._record.generations
         while True:
             self._woken.clear()
-            for generation_id in held.to_free(self._record.leases.generations()):
-                await self.drop(generation_id, reason="nobody needs it")
+            # Asked anew after each: while one is given back, another may be leased, pinned, or prepared again.
+            while to_free := held.to_free(self._record.leases.generations()):
+                await self.drop(to_free[0], reason="nobody needs it")
             try:
                 async with asyncio.timeout(held.next_end_of_grace_s()):
                     await self._woken.wait()

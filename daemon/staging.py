@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from weightcached.daemon.freeing import Freeing
@@ -39,7 +39,9 @@ class Waiting(Protocol):
 
     def expected_push(self, transaction: str) -> FromTrainer: ...
 
-    async def prepare_with(self, transaction: str, make: Callable[[], Awaitable[Generation]]) -> ChangeInfo: ...
+    def prepare_with(
+        self, transaction: str, make: Callable[[], Awaitable[Generation]]
+    ) -> Coroutine[Any, Any, ChangeInfo]: ...
 
 
 class Staging:
@@ -66,15 +68,21 @@ class Staging:
         try:
             await attendance.hand_over(preparing, tell)
             info = await preparing
-        except BaseException:
+            await self._give_up_if_lost(stage, attendance, info)
+        except Exception:
             attendance.lose("the conversation with the trainer has ended")
+            await self._give_up_if_lost(stage, attendance, await preparing)
             raise
         finally:
+            attendance.lose("the conversation with the trainer has ended")
             preparing.cancel()  # who waits for the change, not the change
             await attendance.end()
-        if attendance.was_lost and info.state == "failed":
-            await self._give_up(stage.transaction)  # whoever began the change is gone, and ours cannot be committed
         attendance.require_prepared(info)
+
+    async def _give_up_if_lost(self, stage: Stage, attendance: _Attendance, info: ChangeInfo) -> None:
+        """Whoever began the change is gone, and ours cannot be committed."""
+        if attendance.was_lost and info.state == "failed":
+            await self._give_up(stage.transaction)
 
     def _request(self, stage: Stage, source: FromTrainer) -> PushRequest:
         published = self._record.published

@@ -6,11 +6,23 @@ import signal
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.support.checkpoints import tiny_llama
 from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
-from tests.support.daemons import Daemon, ask, converse, daemon, digest_of, hello_for, scripted_daemon
-from weightcached.protocol.control import Decide, Decided, FromHeld, Prepare, RankState, ReadDecision
+from tests.support.daemons import TIMEOUT_S, Daemon, ask, converse, daemon, digest_of, hello_for, scripted_daemon
+from weightcached.protocol.control import (
+    CONTROL_REQUESTS,
+    Decide,
+    Decided,
+    Describe,
+    FromHeld,
+    Prepare,
+    RankState,
+    ReadDecision,
+)
+from weightcached.protocol.control_channel import REQUEST_ID_BYTES
+from weightcached.protocol.control_sockets import endpoint
 from weightcached.protocol.errors import (
     ConfigurationError,
     GenerationGone,
@@ -18,7 +30,8 @@ from weightcached.protocol.errors import (
     UpdateConflict,
 )
 from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.messages import Event, Grant, Hello, Ping, Pong, Refused, Report, Resume, Switch
+from weightcached.protocol.framing import encode_frame
+from weightcached.protocol.messages import Event, Grant, Hello, Message, Ping, Pong, Refused, Report, Resume, Switch
 
 
 @pytest.fixture
@@ -200,6 +213,42 @@ def test_an_abort_while_preparing_ends_the_worker(model: Path, other: Path, runt
         assert (after.state, after.change.state) == ("ready", "aborted")
         assert standings(after) == [(first.generation, "current")]
         assert len(served.report().held) == 1
+
+
+def said_together(served: Daemon, *requests: Message) -> None:
+    """Send all of them so that the daemon finds all at once, and wait until all are answered."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(endpoint(served.place.control_path))
+        for some in ((Describe(),), requests):  # the first brings the connection about
+            if some is requests:
+                os.kill(served.pid, signal.SIGSTOP)
+            for number, request in enumerate(some):
+                dealer.send_multipart([number.to_bytes(REQUEST_ID_BYTES), encode_frame(CONTROL_REQUESTS, request)])
+            os.kill(served.pid, signal.SIGCONT)
+            for _ in some:
+                assert dealer.poll(TIMEOUT_S * 1000)
+                dealer.recv_multipart()
+
+
+def test_an_abort_right_behind_the_command_to_prepare_leaves_the_rank_as_it_was(
+    model: Path, other: Path, runtime_dir: Path
+) -> None:
+    """Preparing had not begun to run: it is over all the same, and another change may begin."""
+    with scripted_daemon(model, runtime_dir) as served:
+        served.wait_until("ready")
+        changer = Changer(served)
+        changer.open(transaction := new_transaction())
+        asked = Prepare(
+            transaction=transaction,
+            leader=served.place.device,
+            base=changer.current(),
+            source=from_directory(other),
+        )
+        said_together(served, asked, Decide(transaction=transaction, commit=False))
+        state = changer.state()
+        assert state.change is not None
+        assert (state.state, state.open, state.change.state) == ("ready", None, "aborted")
+        assert len(changer.update(from_directory(other)).generations) == 2
 
 
 def test_a_lease_switches_and_the_one_it_had_is_freed(model: Path, other: Path, runtime_dir: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
 from tests.support.daemons import Daemon, converse
 from tests.support.manager import Manager
-from weightcached.protocol.control import RankState, Resolve
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.control import Prepare, RankState, Resolve
+from weightcached.protocol.errors import InvalidOption, InvalidPlace
 from weightcached.protocol.framing import Frame
 from weightcached.protocol.messages import Grant
 
@@ -71,6 +71,20 @@ def test_a_prepared_rank_switches_once_the_leader_has_written_so(start: Callable
     assert follower.state().generations[0].version == decided.version
     with pytest.raises(InvalidOption):
         Changer(ranks[1]).decide(transaction, commit=True)
+
+
+@pytest.mark.parametrize("word", ["../default/host-tp0of2", "", ".", "host-tp0of2\n", "a" * 200])
+def test_a_leader_that_no_place_could_have_is_refused_before_anything_is_prepared(
+    start: Callable[[int], Daemon], other: Path, word: str
+) -> None:
+    rank = start(1)
+    rank.wait_until("ready")
+    follower = Changer(rank)
+    source = from_directory(other)
+    asked = Prepare(transaction=new_transaction(), leader=word, base=follower.current(), source=source)
+    with pytest.raises((InvalidOption, InvalidPlace)):
+        follower.ask(asked, RankState)
+    assert follower.state().change is None
 
 
 def test_an_abort_reaches_a_rank_that_is_prepared(start: Callable[[int], Daemon], other: Path) -> None:
