@@ -9,17 +9,20 @@ from weightcached.client.barrier import Barrier, Stopped
 from weightcached.client.bind import BindReport, bind, meta_parameters
 from weightcached.client.exchange import Progress
 from weightcached.client.following import Follower, Published
+from weightcached.client.holder import HOLDER_LOST_EXIT, OnHolderLost
 from weightcached.client.lease import Lease
 from weightcached.client.stale import STALE_EXIT, OnStale
 from weightcached.client.swap import Staged, Swapped
 from weightcached.client.weights import WeightSet
 
 __all__ = [
+    "HOLDER_LOST_EXIT",
     "STALE_EXIT",
     "Barrier",
     "BindReport",
     "Follower",
     "Lease",
+    "OnHolderLost",
     "OnStale",
     "Progress",
     "Published",

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from weightcached.client import options, policy, provenance
+from weightcached.client import holder, options, policy, provenance
 from weightcached.client.backoff import Backoff
 from weightcached.client.connect import reach
 from weightcached.client.evidence import Evidence, NotProvenInTime
 from weightcached.client.exchange import ConnectionLost, NeverAnswered, Progress, Request, negotiate
+from weightcached.client.holder import OnHolderLost
 from weightcached.client.lease import Lease
 from weightcached.client.rejoin import Rejoin
 from weightcached.client.stale import OnStale, checked_policy
@@ -54,6 +55,7 @@ class _Terms:
     engine_name: str
     heartbeat_s: float
     on_stale: OnStale
+    on_holder_lost: OnHolderLost
 
     @property
     def where(self) -> str:
@@ -103,6 +105,7 @@ def attach(
     progress: Progress | None = None,
     heartbeat_s: float = 5.0,
     on_stale: OnStale = "keep",
+    on_holder_lost: OnHolderLost = "exit",
 ) -> WeightSet:
     """The weights of ``model`` (a directory, or a hub id), mapped from the daemon at a place. Blocks up to
     ``timeout_s``.
@@ -132,6 +135,10 @@ def attach(
     then on: ``keep`` what is mapped, ``exit`` the process with status 75, or a function to be called with the reason
     and the daemon's report (or None).
 
+    Memory of kind ``cuda-ipc`` is gone with the daemon, or with the process that holds it for the daemon: then this
+    process is ended with status 69. ``on_holder_lost`` is a function to be called first, with the reason, if there is
+    something to be done yet; it has a second for that.
+
     Raises the errors of ``weightcached.protocol.errors``; no descriptor, mapping or thread is left then.
     """
     if mode not in get_args(Mode):
@@ -142,6 +149,7 @@ def attach(
         placement=expert_placement,
     )
     home = chosen(device, memory)
+    logger.debug("memory kind %s on %s: %s", home.memory, home.device, home.reason)
     place = Place(runtime_directory(runtime_dir), name, device_of(parallel, home.device))
     timeout_s = options.checked_seconds("timeout_s", timeout_s)
     wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
@@ -151,6 +159,7 @@ def attach(
         options.engine_name(engine_name),
         options.checked_heartbeat(heartbeat_s),
         checked_policy(on_stale),
+        holder.checked_policy(on_holder_lost),
     )
     model_dir = resolve(model)
     wanted = Wanted(
@@ -233,7 +242,7 @@ def _granted(
 ) -> WeightSet:
     """The weight set of a grant; it owns ``channel``. Raises when the grant lies, and then leaves nothing mapped."""
     where = terms.where
-    mapped = import_grant(grant, fds, config=wanted.config, where=where)
+    mapped = import_grant(grant, fds, config=wanted.config, where=where, on_holder_lost=terms.on_holder_lost)
     lease: Lease | None = None
     try:
         wanted.require_granted(grant, where)

@@ -51,15 +51,19 @@ def load_from_disk(
     with open_checkpoint(model_dir, also_trusted=also_trusted) as checkpoint:
         if digest is not None:
             _require_digest(model_dir, digest, checkpoint.receipts, cache_dir=cache_dir, also_trusted=also_trusted)
-        prepared = prepare(checkpoint, config)
-        nbytes = prepared.placement.segment_nbytes
         kind = kind_of(config)
-        kind.admit(nbytes)
-        with OwnedFds([kind.allocate(nbytes, name="weightcached:disk")]) as memory:
-            report = _reporting(progress)
-            with to_be_filled(memory[0], kind, nbytes=nbytes) as target:
-                loaded = load(checkpoint, prepared, target, also_trusted=also_trusted, progress=report)
-            kind.seal(memory[0])
+        prepared = prepare(checkpoint, config, segment_max_nbytes=kind.segment_max_nbytes)
+        sizes = prepared.placement.segments_nbytes
+        kind.admit(sum(map(kind.resident_nbytes, sizes)))
+        with OwnedFds() as memory:
+            for nbytes in sizes:
+                memory.append(kind.allocate(nbytes, name="weightcached:disk"))
+            fds = list(memory)
+            computes = prepared.placement.transforms
+            with to_be_filled(fds, kind, nbytes=sizes, computes=computes) as target:
+                loaded = load(checkpoint, prepared, target, also_trusted=also_trusted, progress=_reporting(progress))
+            for fd in fds:
+                kind.seal(fd)
             rankless, receipts = config.rankless_fingerprint, checkpoint.receipts.sha256
             version = version_of(rankless, digest=digest, receipts=receipts)
             receipts_version = version_of(rankless, digest=None, receipts=receipts)
@@ -71,8 +75,8 @@ def load_from_disk(
                 receipts_version=receipts_version,
                 digest=digest,
             )
-            segments = map_segments([memory[0]], [nbytes], kind)
-    logger.info("loaded %.3f GB from %s in %.2f s", nbytes / 1e9, model_dir, time.monotonic() - started_s)
+            segments = map_segments(fds, sizes, kind)
+    logger.info("loaded %.3f GB from %s in %.2f s", sum(sizes) / 1e9, model_dir, time.monotonic() - started_s)
     return WeightSet(
         Manifest.decode(manifest),
         segments,

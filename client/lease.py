@@ -253,7 +253,7 @@ class Lease:
     def _lose(self, reason: str) -> None:
         told = self._move("detached", reason, self._on_lost)
         if told is not None:
-            logger.warning("lost the lease at %s: %s; the weights in use stay valid", self.where, reason)
+            logger.warning("lost the lease at %s: %s; going on with the weights at hand", self.where, reason)
             self._tell(told, reason)
 
     def _come_back(self) -> Grant:

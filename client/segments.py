@@ -6,7 +6,7 @@ Nothing here touches torch's allocator, streams or graphs: memory that it did no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.memory import host
@@ -16,6 +16,7 @@ from weightcached.protocol.memory.kinds import SegmentMapping
 if TYPE_CHECKING:
     import torch
 
+    from weightcached.protocol.memory.cuda_ipc import IpcMapping
     from weightcached.protocol.memory.cuda_vmm import DeviceMapping
 
 
@@ -31,12 +32,19 @@ def on_host(segment: SegmentMapping) -> host.Mapping:
 
 
 def on_device(segment: SegmentMapping) -> DeviceMapping:
-    """The mapping, if it is a device's. UnsupportedModel for host memory."""
+    """The mapping, if it can be taken from its addresses and put back. UnsupportedModel for host memory, which has
+    nothing to gain, and for a device's that has no addresses without memory.
+    """
     from weightcached.protocol.memory.cuda_vmm import DeviceMapping
 
     if isinstance(segment, DeviceMapping):
         return segment
-    raise UnsupportedModel("the weights are in host memory", expected="weights on a GPU")
+    found = "host memory" if isinstance(segment, host.Mapping) else "memory of a GPU that was opened by a handle"
+    raise UnsupportedModel(
+        "the weights cannot be unmapped and keep their addresses",
+        expected="memory kind cuda-vmm",
+        found=found,
+    )
 
 
 def tensor_of(segment: SegmentMapping) -> torch.Tensor:
@@ -47,7 +55,7 @@ def tensor_of(segment: SegmentMapping) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")  # said outright: engines build with another default
     if isinstance(segment, host.Mapping):
         return torch.frombuffer(segment.view(), dtype=torch.uint8)  # the view holds the mapping
-    return device_tensor(on_device(segment))
+    return device_tensor(cast("DeviceMapping | IpcMapping", segment))
 
 
 def torch_device(device: str) -> torch.device:
@@ -61,7 +69,7 @@ def torch_device(device: str) -> torch.device:
     return torch.device("cuda", devices.find(device.removeprefix(GPU_PREFIX)).ordinal)
 
 
-def device_tensor(segment: DeviceMapping) -> torch.Tensor:
+def device_tensor(segment: DeviceMapping | IpcMapping) -> torch.Tensor:
     """The tensor of a device's segment, by ``__cuda_array_interface__``: torch keeps ``segment`` for its lifetime.
 
     TransferError where torch has made something else of it: a copy, or a tensor of another device.

@@ -158,13 +158,12 @@ def _load(given: argparse.Namespace, wanted: _Wanted) -> dict[str, Any]:
     with open_snapshot(Path(given.directory), device_of(wanted.config.parallel)) as snapshot:
         snapshot.require_config(wanted.config)
         placement = placement_of(snapshot)
-        nbytes = placement.segment_nbytes
-        kind.admit(nbytes)
-        with (
-            OwnedFds([kind.allocate(nbytes, name="weightcached:snapshot")]) as memory,
-            to_be_filled(memory[0], kind, nbytes=nbytes) as target,
-        ):
-            restored = restore(snapshot, placement, target)
+        kind.admit(sum(map(kind.resident_nbytes, placement.segments_nbytes)))
+        with OwnedFds() as memory:
+            for nbytes in placement.segments_nbytes:
+                memory.append(kind.allocate(nbytes, name="weightcached:snapshot"))
+            with to_be_filled(list(memory), kind, nbytes=placement.segments_nbytes) as target:
+                restored = restore(snapshot, placement, target)
         return _done(snapshot.folder, snapshot.manifest, restored.seconds["load"], "all digests right", snapshot.digest)
 
 

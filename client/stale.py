@@ -7,13 +7,12 @@ What ends is the lease, so no daemon knows of this engine any more, and its next
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, NoReturn
 
+from weightcached.client.ending import end_process
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.messages import Report
 
@@ -28,7 +27,6 @@ STALE_EXIT = 75
 """Exit status of a process that policy ``exit`` ends: EX_TEMPFAIL of sysexits, "try again"."""
 
 _FLUSH_TIMEOUT_S = 5.0
-_STDERR = 2
 
 
 def checked_policy(on_stale: OnStale) -> OnStale:
@@ -45,28 +43,21 @@ def checked_policy(on_stale: OnStale) -> OnStale:
 
 def exit_process(where: str, reason: str) -> NoReturn:
     """What policy ``exit`` does."""
-    end_process(
+    end_stale(
         f"{where} serves other weights now; as on_stale='exit' asks, this process ends with status "
         f"{STALE_EXIT}: {reason}"
     )
 
 
-def end_process(words: str) -> NoReturn:
-    """End this process with :data:`STALE_EXIT`, from whatever thread; within five seconds, even where what it wrote
-    cannot be flushed. Nothing else runs: no ``finally``, no ``atexit``. ``words`` say why.
-
-    Not by SIGTERM to itself: a handler may take it for an orderly stop and report success, or may never come to run
-    because the main thread does not return to Python; and service managers count it as a clean end, after which
-    ``Restart=on-failure`` starts nothing. Not by an exception: this is not the main thread.
+def end_stale(words: str) -> NoReturn:
+    """End this process with :data:`STALE_EXIT`, from whatever thread (``ending.py``); within five seconds, even where
+    what it wrote cannot be flushed. ``words`` say why.
     """
-    with suppress(RuntimeError):  # no thread can be started any more: then nothing bounds the flushing
-        late = threading.Timer(_FLUSH_TIMEOUT_S, os._exit, (STALE_EXIT,))
-        late.daemon = True
-        late.start()
-    with suppress(OSError):
-        os.write(_STDERR, f"weightcached: {words}\n".encode())
+    end_process(STALE_EXIT, words, within_s=_FLUSH_TIMEOUT_S, first=_flush)
+
+
+def _flush() -> None:
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # closed, or nobody reads it: what it held is lost either way
             stream.flush()
-    os._exit(STALE_EXIT)

@@ -21,7 +21,7 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InvalidOption, SwapFailed, SwapRefused
 from weightcached.protocol.integrity import differing_among
 from weightcached.protocol.manifest import Manifest
-from weightcached.protocol.memory.kinds import SegmentMapping
+from weightcached.protocol.memory.kinds import SegmentMapping, kind_of
 from weightcached.protocol.messages import Grant
 
 if TYPE_CHECKING:
@@ -143,14 +143,22 @@ def stage(weights: WeightSet, *, generation: str | None, version: str | None, ti
     lease = weights.lease
     if lease is None:
         raise InvalidOption("weights from disk have no other generations", expected="weights of a daemon", found="disk")
-    deadline = Deadline.after(timeout_s)
-    changed = changed_names(weights.manifest, weights._open())
+    segments = weights._open()
     config = CacheConfig.model_validate(weights.meta.config)
+    if kind_of(config).dies_with_holder:
+        raise SwapRefused(
+            f"memory of kind {config.memory} has no other at its addresses",
+            expected="weights of memory kind host or cuda-vmm",
+            where=lease.where,
+            next_step="start the engine again to change over to what is served now",
+        )
+    deadline = Deadline.after(timeout_s)
+    changed = changed_names(weights.manifest, segments)
     grant, fds = lease.switch(generation=generation, version=version, timeout_s=deadline.remaining_s())
     began_s = time.perf_counter()
     try:
         with fds:
-            manifest = granted_manifest(grant, fds, where=lease.where)
+            manifest = granted_manifest(grant, fds, config=config, where=lease.where)
             require_same_layout(weights.manifest, manifest, where=lease.where)
             mapped = map_granted(manifest, grant, fds, config=config, where=lease.where)
         try:

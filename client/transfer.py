@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
+from weightcached.client.holder import HolderWatch, OnHolderLost, require_alive, require_process
 from weightcached.protocol.config import CacheConfig
-from weightcached.protocol.errors import TransferError
+from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind, SegmentMapping, kind_of
 from weightcached.protocol.messages import Grant
 
+if TYPE_CHECKING:
+    from weightcached.protocol.memory.cuda_ipc import IpcMapping
+
 
 @dataclass(frozen=True)
 class Mapped:
-    """A generation in this process: its manifest, and each segment mapped. No descriptor is left of it."""
+    """A generation in this process: its manifest, and each segment mapped. No descriptor is left of it, but for what
+    tells of a holder's end.
+    """
 
     manifest: Manifest
     segments: tuple[SegmentMapping, ...]
@@ -32,39 +40,81 @@ class Mapped:
             segment.close()
 
 
-def import_grant(grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Mapped:
-    """Map what ``grant`` announces. ``fds`` are all closed afterwards; the caller owns the mappings.
+def import_grant(
+    grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str, on_holder_lost: OnHolderLost = "exit"
+) -> Mapped:
+    """Map what ``grant`` announces. ``fds`` are all closed afterwards; the caller owns the mappings. Where the memory
+    has a holder, that is watched from here on, until the mappings are gone.
 
-    Raises TransferError for anything that is not exactly as announced, and then leaves nothing mapped.
+    Raises TransferError for anything that is not exactly as announced, and HolderDied; then nothing is left mapped.
     """
     with fds:
-        return map_granted(granted_manifest(grant, fds, where=where), grant, fds, config=config, where=where)
+        manifest = granted_manifest(grant, fds, config=config, where=where)
+        return map_granted(manifest, grant, fds, config=config, where=where, on_holder_lost=on_holder_lost)
 
 
-def granted_manifest(grant: Grant, fds: OwnedFds, *, where: str) -> Manifest:
+def granted_manifest(grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Manifest:
     """The manifest that ``grant`` announces. ``fds`` stay the caller's. Raises TransferError."""
-    expected = 1 + len(grant.segments)
+    held = kind_of(config).dies_with_holder
+    expected = 1 + len(grant.segments) + held
     if len(fds) != expected:
         raise TransferError(
             "another number of descriptors than the grant needs",
-            expected=f"{expected}: the manifest and {expected - 1} segments",
+            expected=f"{expected}: the manifest, {len(grant.segments)} segments{' and their holder' if held else ''}",
             found=len(fds),
             where=where,
         )
     return Manifest.decode(_manifest_bytes(grant, fds[0], where))
 
 
-def map_granted(manifest: Manifest, grant: Grant, fds: OwnedFds, *, config: CacheConfig, where: str) -> Mapped:
-    """Map the segments that go with ``manifest``. ``fds`` stay the caller's. Raises TransferError."""
+def map_granted(
+    manifest: Manifest,
+    grant: Grant,
+    fds: OwnedFds,
+    *,
+    config: CacheConfig,
+    where: str,
+    on_holder_lost: OnHolderLost = "exit",
+) -> Mapped:
+    """Map the segments that go with ``manifest``. ``fds`` stay the caller's, but for a holder's, which is taken. Raises
+    TransferError, and HolderDied.
+    """
     _require_same_generation(manifest, grant, config, where)
     kind = kind_of(config)
     sizes = [segment.nbytes for segment in grant.segments]
     for number, nbytes in enumerate(sizes):
         kind.verify(fds[1 + number], nbytes=nbytes, what=f"segment {number}", read_only=True)
-    return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
+    if not kind.dies_with_holder:
+        return Mapped(manifest, map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind))
+    return Mapped(manifest, _held_segments(fds, sizes, kind, where, on_holder_lost))
 
 
-def map_segments(fds: list[int], sizes: list[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
+def _held_segments(
+    fds: OwnedFds, sizes: list[int], kind: MemoryKind, where: str, on_lost: OnHolderLost
+) -> tuple[SegmentMapping, ...]:
+    """Open each segment and watch the holder, whose descriptor is the last. A holder that ends meanwhile is found out
+    about: afterwards it is the watch that does.
+    """
+    holder = len(fds) - 1
+    require_process(fds[holder], where=where)
+    try:
+        segments = map_segments([fds[1 + number] for number in range(len(sizes))], sizes, kind)
+    except WeightCacheError:
+        require_alive(fds[holder], where=where)  # what the driver says then is not the reason
+        raise
+    try:
+        require_alive(fds[holder], where=where)
+        watch = HolderWatch(fds.take(holder), where=where, on_lost=on_lost)
+    except BaseException:
+        for segment in segments:
+            segment.close()
+        raise
+    for segment in segments:
+        cast("IpcMapping", segment).keep(watch)
+    return segments
+
+
+def map_segments(fds: Sequence[int], sizes: Sequence[int], kind: MemoryKind = host) -> tuple[SegmentMapping, ...]:
     """Map each segment for an engine; ``fds`` stay the caller's. All or nothing: TransferError leaves none mapped."""
     segments: list[SegmentMapping] = []
     try:

@@ -45,8 +45,9 @@ class Wake:
         self._ended = True
         self.nudge()
 
-    def wait(self, timeout_s: float, *, on: socket.socket | None = None) -> bool:
-        """Block until ``on`` has something to read (or has ended), a nudge, or the timeout; whether it is the first.
+    def wait(self, timeout_s: float, *, on: socket.socket | int | None = None) -> bool:
+        """Block until ``on`` (a descriptor or socket) has something to read, or has ended, a nudge, or the timeout;
+        whether it is the first.
 
         Raises Ended.
         """

@@ -37,9 +37,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
     In host memory the tensors are private and copy-on-write: writing to one changes this process's pages only, and
     never what others see. On a GPU they are mapped read-only, and whoever writes to one loses its context: copy what
-    has to be written (``bind`` does, for buffers). They stay valid for as long as they are referred to, also after
-    :meth:`close` and after the daemon is gone. Without :meth:`close` the lease lives as long as the process, whether or
-    not the set is still referred to.
+    has to be written (``bind`` does, for buffers). Of memory kind ``cuda-ipc`` nothing is protected: who writes to one
+    changes it for everybody, and who reads it is stopped when the daemon ends. Otherwise they stay valid for as long as
+    they are referred to, also after :meth:`close` and after the daemon is gone. Without :meth:`close` the lease lives
+    as long as the process, whether or not the set is still referred to.
 
     The tensors of a segment share one storage, all of it, and torch pickles and deep-copies storages: ``pickle`` writes
     the segment once for each tensor, ``torch.save`` once, ``copy.deepcopy`` of a tensor copies all of it. Clone what is
@@ -191,7 +192,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
     def revert(self) -> None:
         """Undo whatever this process wrote to mapped weights, and give that memory back: every tensor and array shows
-        the bytes that were attached. Nobody may compute with them meanwhile. ValueError after :meth:`close`.
+        the bytes that were attached. Nobody may compute with them meanwhile. UnsupportedModel where there are no pages
+        of one's own (memory kind ``cuda-ipc``); ValueError after :meth:`close`.
         """
         for segment in self._open():
             segment.revert()
@@ -201,8 +203,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
         Tensors, and graphs that were captured with them, are valid again after :meth:`remap`; whoever uses them before
         loses its context. All work with them must have ended (``torch.cuda.synchronize()``). The memory stays, by this
-        process's doing too. UnsupportedModel for weights in host memory, which has nothing to gain; ValueError after
-        :meth:`close`.
+        process's doing too. UnsupportedModel for weights in host memory, which has nothing to gain, and for memory kind
+        ``cuda-ipc``, which has no addresses without memory; ValueError after :meth:`close`.
         """
         for segment in map(on_device, self._open()):
             segment.unmap()
@@ -222,8 +224,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         ``version``, ``generation``, ``manifest`` and the lease are its own. Both are mapped until then.
 
         Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
-        DaemonUnreachable, DaemonNotReady, TransferError; InvalidOption for weights from disk; ValueError after
-        :meth:`close`.
+        and for memory kind ``cuda-ipc``, whose addresses cannot show another; DaemonUnreachable, DaemonNotReady,
+        TransferError; InvalidOption for weights from disk; ValueError after :meth:`close`.
         """
         return stage(self, generation=generation, version=version, timeout_s=timeout_s)
 

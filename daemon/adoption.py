@@ -121,6 +121,8 @@ async def examine(generation_id: str, parts: Parts, record: GenerationRecord | N
     if sorted(parts.segments) != list(range(len(meta.segments_nbytes))):
         raise _torn("not all segments came", expected=len(meta.segments_nbytes), found=sorted(parts.segments))
     config = _config(meta)
+    if kind_of(config).dies_with_holder:
+        raise _torn("its memory died with the daemon that loaded it", found=f"memory of kind {config.memory}")
     for number, size in enumerate(meta.segments_nbytes):
         verify = partial(kind_of(config).verify, parts.segments[number], nbytes=size, what=f"segment {number}")
         await in_thread(verify)

@@ -30,6 +30,7 @@ from weightcached.protocol.errors import (
     DaemonFailed,
     DaemonNotReady,
     GenerationGone,
+    HolderDied,
     InternalError,
     UpdateConflict,
     WeightCacheError,
@@ -190,7 +191,7 @@ class Changing:
                 await self._making.entrust(generation, waiting)
                 self._publishing.hold(generation, ProvenReceipts(), staged=True)
             except BaseException:
-                generation.memory.close()
+                await generation.free()
                 raise
         self._record.generations.prepared = waiting.generation
         self._record.last_error = None
@@ -275,6 +276,17 @@ class Changing:
         if held is not None and held.staged:
             await self._freeing.drop(waiting.generation, reason="its change was aborted")
         self._freeing.wake()
+
+    async def lose(self, generation_id: str, error: HolderDied) -> None:
+        """The memory of one that is not current is gone: it is granted to nobody from the call on. A change that had
+        prepared it has failed, whatever the leader decides.
+        """
+        waiting = self._changes.prepared
+        if waiting is not None and waiting.generation == generation_id:
+            self._changes.abort(None)
+            self._record.generations.prepared = None
+            self._fail(error)
+        await self._freeing.drop(generation_id, reason=str(error))
 
     async def _stop_preparing(self, transaction: str) -> None:
         if self.info is not None and (self.info.transaction, self.info.state) == (transaction, "preparing"):

@@ -174,9 +174,17 @@ class Custody:
             self.change(current=generation.id)
 
     async def store(self, generation: Generation, *, staged: bool = False) -> Keeping:
-        """Record a generation and put it into the vault, whole or not at all; says how it is kept."""
+        """Record a generation and put it into the vault, whole or not at all; says how it is kept.
+
+        Memory that dies with its holder is no vault's to keep.
+        """
+        if generation.kind.dies_with_holder:
+            keeping = self._keeping[generation.id] = Keeping(
+                "none", f"memory of kind {generation.config.memory} dies with the daemon"
+            )
+            return keeping
         names = stored_names(generation.id, segments=len(generation.segments_nbytes))
-        fds = [generation.memory[position] for position in (*range(1, len(generation.memory)), 0)]
+        fds = [generation.memory[position] for position in (*range(1, 1 + len(generation.segments_nbytes)), 0)]
         recorded = record_of(generation).model_copy(update={"staged": staged})
         self.change(generations=(*self.record.generations, recorded))
         self._names[generation.id] = set(names)

@@ -55,7 +55,8 @@ class Freeing:
         return True
 
     async def drop(self, generation_id: str, *, reason: str) -> None:
-        """Give one back. From the call on it is granted to nobody; the vault has it no more when this returns."""
+        """Give one back. From the call on it is granted to nobody; when this returns the vault has it no
+        more, and memory that a holder had is given back."""
         published = self._record.generations.remove(generation_id)
         if published is None:
             return
@@ -64,7 +65,7 @@ class Freeing:
             await published.digesting.stop()
             await self._custody.forget([generation_id])
         finally:
-            published.generation.memory.close()
+            await published.generation.free()
         log.info("generation dropped", extra={"generation": generation_id, "reason": reason})
         self._record.events.say("generation_dropped", reason, generation=generation_id, version=version)
         self._record.changes.announce()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import hashlib
 import os
 from dataclasses import dataclass
 
+from weightcached.daemon.holder import Holder
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
 from weightcached.protocol.errors import InvalidOption
@@ -82,14 +84,16 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Whoever holds it closes ``memory`` when nobody is to be granted it any more; engines that map it keep their
-    pages.
+    """Whoever holds it frees it when nobody is to be granted it any more; engines that map it keep their pages, unless
+    these are a holder's.
     """
 
     id: str
     config: CacheConfig
     memory: OwnedFds
-    """The manifest, then each segment: all published, so that nobody writes there."""
+    """The manifest, then each segment: all published, so that nobody writes there. Where there is a holder, then what
+    tells of its end, and its cord.
+    """
     manifest_nbytes: int
     manifest_sha256: str
     segments_nbytes: tuple[int, ...]
@@ -111,11 +115,18 @@ class Generation:
     pushed_by: str | None = None
     """Who pushed them, a trainer's word for itself; ``None`` for weights out of a checkpoint, whose files can be looked
     at. Of weights that were pushed ``receipts_version`` is the version that they were given."""
+    holder: Holder | None = None
+    """The process whose memory it is, where it dies with one. Closing ``memory`` lets it go."""
 
     @property
     def kind(self) -> MemoryKind:
         """Of its segments."""
         return kind_of(self.config)
+
+    @property
+    def segments(self) -> list[int]:
+        """Their descriptors, which stay its own."""
+        return [self.memory[position] for position in range(1, 1 + len(self.segments_nbytes))]
 
     @property
     def version(self) -> str:
@@ -160,12 +171,24 @@ class Generation:
 
     def export(self) -> OwnedFds:
         """Read-only descriptors of the manifest and each segment, made for one client: nothing (not even a file offset)
-        is shared with another's. The caller closes them once they are sent."""
+        is shared with another's. Then what tells of the holder's end, where there is one. The caller closes them once
+        they are sent."""
+        segments = self.segments
         with OwnedFds() as made:
             made.append(host.export(self.memory[0]))
-            for position in range(1, len(self.memory)):
-                made.append(self.kind.export(self.memory[position]))
+            for segment in segments:
+                made.append(self.kind.export(segment))
+            if self.holder is not None:
+                made.append(fcntl.fcntl(self.memory[1 + len(segments)], fcntl.F_DUPFD_CLOEXEC, 0))
             return OwnedFds(made.take_all())
+
+    async def free(self) -> None:
+        """Nobody is to be granted it any more: close its memory, and wait until its holder, where it has one, has given
+        that back. Safe to call twice.
+        """
+        self.memory.close()
+        if self.holder is not None:
+            await self.holder.gone()
 
 
 async def sha256_of(fd: int, *, nbytes: int) -> str:

@@ -87,8 +87,11 @@ class Generations:
         """The newest that may be granted and has this version, by either of its two words."""
         return next((one for one in self.granted if is_version(one.generation, version)), None)
 
+    def is_current(self, generation_id: str) -> bool:
+        return generation_id == self._current
+
     def standing(self, generation_id: str) -> Standing:
-        if generation_id == self._current:
+        if self.is_current(generation_id):
             return "current"
         return "prepared" if generation_id == self.prepared else "previous"
 
@@ -117,10 +120,13 @@ class Generations:
             self._current = None
         return self._held.pop(generation_id, None)
 
-    def close(self) -> None:
-        """Close the memory of all: nobody is granted anything any more. Safe to call twice."""
-        for one in self._held.values():
+    async def free(self) -> None:
+        """Give back the memory of all: nobody is granted anything any more. Safe to call twice."""
+        held = list(self._held.values())
+        for one in held:
             one.generation.memory.close()
+        for one in held:
+            await one.generation.free()
 
     # Pins, and what may be freed
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import stat
+from typing import Any
 
 from weightcached.daemon.acquiring import Acquiring
 from weightcached.daemon.claim import Claim
@@ -17,6 +18,7 @@ from weightcached.daemon.control.plane import ControlPlane
 from weightcached.daemon.custody import Custody
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.generations import Generations
+from weightcached.daemon.holding import Holding
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
@@ -112,8 +114,9 @@ class Keeper:
         stop_signals(block=False)
 
     async def _serve(self, custody: Custody, server: Server) -> None:
-        publishing = Publishing(self._record, custody, server.tell)
-        updates = Updates(self._record, custody, publishing)
+        holding = Holding(self._record)
+        publishing = Publishing(self._record, custody, holding, server.tell)
+        updates = Updates(self._record, custody, publishing, holding)
         self._record.events.describe = updates.commands.describe
         plane = ControlPlane(self._record, self._claim, updates.commands.handle)
         plane.start()
@@ -124,7 +127,7 @@ class Keeper:
             await asyncio.wait({bringing_up, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if bringing_up.done():
                 bringing_up.result()
-                await stopping
+                await self._until(stopping, holding, server)
             told = True
         finally:
             self._record.machine.move(State.DRAINING)
@@ -132,17 +135,34 @@ class Keeper:
             bringing_up.cancel()
             await asyncio.wait({bringing_up})
             try:
+                await holding.stop()
                 await updates.stop()
                 await self._stop(custody, server, publishing, told=told)
             finally:
                 await plane.close()
+
+    async def _until(self, stopping: asyncio.Task[bool], holding: Holding, server: Server) -> None:
+        """Serve until told to stop. Raises HolderDied where what is current is a process's memory, and that ends
+        before: whoever starts us again gets weights loaded anew.
+        """
+        ends: set[asyncio.Future[Any]] = {stopping, holding.current_lost}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return
+        error = self._record.last_error = holding.current_lost.result()
+        published = self._record.published
+        lost = published.generation.id if published is not None else None
+        server.tell(Event(kind="failed", generation=lost, message=str(error)))
+        self._record.events.say("failed", str(error))
+        raise error
 
     # Stopping
 
     async def _stop(self, custody: Custody, server: Server, publishing: Publishing, *, told: bool) -> None:
         record = self._record
         await publishing.stop()
-        served = record.published.generation.id if record.published is not None else None
+        generation = record.published.generation if record.published is not None else None
+        served = generation.id if generation is not None else None
         server.tell(Event(kind="draining", generation=served, message="the daemon is stopping"))
         record.events.say("draining", "the daemon is stopping")
         await self._drain(server)
@@ -155,10 +175,10 @@ class Keeper:
         else:
             # The weights go before the path does: an absent path says that no weights are cached here.
             await custody.empty()
-            record.generations.close()
+            await record.generations.free()
             self._claim.unlink()
         await server.close(refuse_backlog=not handing_on)
-        record.generations.close()
+        await record.generations.free()
         record.machine.move(State.STOPPED)
 
     async def _drain(self, server: Server) -> None:
@@ -221,7 +241,7 @@ class Keeper:
                 await custody.entrust(generation)
                 publishing.publish(generation, ProvenReceipts(), None)
             except BaseException:
-                generation.memory.close()
+                await generation.free()
                 raise
             await custody.retire()
         except WeightCacheError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from weightcached.daemon.children import Child, describe_exit
 from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
+from weightcached.daemon.holder import Holder
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import ProgressTracker
 from weightcached.protocol.aio import AsyncChannel
@@ -134,7 +136,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
         none.close()
         if not isinstance(planned, Planned):
             raise out_of_turn(planned, expected="Planned")
-        room = await admitted(kind, sum(planned.segments_nbytes), request.make_room)
+        room = await admitted(kind, planned.segments_nbytes, request.make_room)
         log.info(
             "planned",
             extra={
@@ -161,7 +163,7 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                     receipts_version=receipts_version,
                     digest=digest,
                 ),
-                [memory[number] for number in range(len(memory))],
+                list(memory),
             )
             done, manifest = await worker.receive(progress)
             with manifest:
@@ -171,11 +173,14 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                 progress.update("seal")
                 await worker.seal(memory, kind)
                 sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
-                # The worker has said all it had to say: the block's end ends it, and nobody waits for its exit.
+                holder = worker.stay(memory) if kind.dies_with_holder else None
+                # The worker has said all it had to say: the block's end ends one that does not stay, and nobody waits
+                # for its exit.
                 return Generation(
                     id=generation_id,
                     config=request.config,
                     memory=OwnedFds([manifest.take(0), *memory.take_all()]),
+                    holder=holder,
                     manifest_nbytes=done.manifest_nbytes,
                     manifest_sha256=sha256,
                     segments_nbytes=planned.segments_nbytes,
@@ -193,8 +198,13 @@ async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation
                 )
 
 
-async def admitted(kind: MemoryKind, nbytes: int, make_room: Callable[[], Awaitable[bool]] | None) -> Room:
+async def admitted(
+    kind: MemoryKind,
+    segments_nbytes: Sequence[int],
+    make_room: Callable[[], Awaitable[bool]] | None,
+) -> Room:
     """Measured, again after each time that something was given back. Raises InsufficientMemory."""
+    nbytes = sum(map(kind.resident_nbytes, segments_nbytes))
     while True:
         try:
             return await in_thread(partial(kind.admit, nbytes))
@@ -262,6 +272,7 @@ class Worker:
 
     def __init__(self, child: Child, channel: AsyncChannel) -> None:
         self.child = child
+        self.stays = False
         self._channel = channel
         self._exit = asyncio.create_task(child.process.wait(), name="worker's exit")
 
@@ -330,6 +341,16 @@ class Worker:
                     next_step="a process that the worker started is still alive: find and end it",
                 ) from error
 
+    def stay(self, memory: OwnedFds) -> Holder:
+        """Let it live on, as the holder of what it has filled, for as long as ``memory``, to which its descriptors are
+        added, is not closed. Raises as :meth:`Holder.watched`.
+        """
+        holder = Holder(self.child)
+        memory.append(holder.watched())
+        memory.append(fcntl.fcntl(self._channel.connection, fcntl.F_DUPFD_CLOEXEC, 0))
+        self.stays = True
+        return holder
+
     async def finish(self) -> None:
         """Wait for the exit of a worker that has reported; one that lingers is killed."""
         try:
@@ -342,13 +363,15 @@ class Worker:
 
 
 def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
-    for position in range(len(memory)):
-        kind.seal(memory[position])
+    for fd in memory:
+        kind.seal(fd)
 
 
 @asynccontextmanager
 async def started_worker(*, yields: bool = False) -> AsyncIterator[Worker]:
-    """A worker with the other end of our channel; whatever happens in the block, it is gone after it."""
+    """A worker with the other end of our channel; whatever happens in the block, it is gone after it, unless it was
+    told to stay.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     channel = AsyncChannel(ours, outgoing=KEEPER_TO_WORKER, incoming=WORKER_TO_KEEPER)
     try:
@@ -356,9 +379,11 @@ async def started_worker(*, yields: bool = False) -> AsyncIterator[Worker]:
             fd = theirs.fileno()
             arguments = ["--fd", str(fd), *(["--yield"] if yields else [])]
             child = await Child.start("worker", WORKER_MODULE, arguments, pass_fds=[fd])
+        worker = Worker(child, channel)
         try:
-            yield Worker(child, channel)
+            yield worker
         finally:
-            await child.end()
+            if not worker.stays:
+                await child.end()
     finally:
         channel.close()

@@ -96,8 +96,7 @@ class Making:
         """Every resident byte, before anybody is told that it is prepared; and that it is of ``config``."""
         require_same_config(config, generation.config)
         self._record.progress.update("verify")
-        memory = generation.memory
-        await verify(generation.kind, memory[0], [memory[position] for position in range(1, len(memory))], yields=True)
+        await verify(generation.kind, generation.memory[0], generation.segments, yields=True)
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
         """Into the vault; older ones that are merely kept for rollback make room there, too."""

@@ -45,6 +45,7 @@ class ServeOptions:
     dtype: str
     quantization: str
     memory: Memory
+    memory_reason: str
     device: str
     place: Place
     allowed: AllowList
@@ -86,7 +87,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(LoadStrategy),
         default="auto",
         help="how files are read: through the page cache (read), the same for files far away (prefetch), past it\n"
-        "(direct), or from a mapping (mmap); the log says what auto has chosen, and why (default: auto)",
+        "(direct), past the host into a GPU's memory (gds: GPUDirect Storage, by way of kvikio), or from a mapping\n"
+        "(mmap); the log says what auto has chosen, and why (default: auto)",
     )
     group.add_argument(
         "--cache-dir",
@@ -171,8 +173,9 @@ def parse_serve(argv: list[str]) -> ServeOptions:
     parser = Parser(
         prog="weightcached serve",
         description="Load one rank's weights and serve them to engines of this host until SIGTERM.",
-        epilog="exit codes: 0 stopped by a signal; 1 could not start (place taken, directory not trusted, …);\n"
-        "64 bad options; 70 a bug. A load that fails does not end the daemon: it answers with the reason.",
+        epilog="exit codes: 0 stopped by a signal; 1 could not start (place taken, directory not trusted, …),\n"
+        "or lost the memory it served (cuda-ipc); 64 bad options; 70 a bug. A load that fails does not end the\n"
+        "daemon: it answers with the reason.",
     )
     add_model_arguments(parser)
     for kind in KINDS:
@@ -201,6 +204,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         dtype=given.dtype,
         quantization=given.quantization,
         memory=home.memory,
+        memory_reason=home.reason,
         device=home.device,
         place=Place(
             runtime_directory(given.runtime_dir),

@@ -15,6 +15,7 @@ from weightcached.daemon.custody import Custody
 from weightcached.daemon.digesting import Digesting
 from weightcached.daemon.generation import CheckpointReceipts, Generation
 from weightcached.daemon.generations import Published
+from weightcached.daemon.holding import Holding
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.record import Record
 from weightcached.daemon.reproving import Contradicted, Proven, Reproving, Verdict
@@ -30,11 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class Publishing:
-    """``tell`` says an event to every engine."""
+    """``tell`` says an event to every engine; ``holding`` watches whose memory it is."""
 
-    def __init__(self, record: Record, custody: Custody, tell: Callable[[Event], None]) -> None:
+    def __init__(self, record: Record, custody: Custody, holding: Holding, tell: Callable[[Event], None]) -> None:
         self._record = record
         self._custody = custody
+        self._holding = holding
         self._tell = tell
         self._reproving: list[Reproving] = []
 
@@ -82,6 +84,7 @@ class Publishing:
                 adopted=adopted,
             )
         )
+        self._holding.watch(generation)
 
     def switch(self, generation_id: str) -> None:
         """What a change has decided: serve that generation, which is held, from now on. Every engine is told."""

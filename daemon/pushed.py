@@ -67,9 +67,7 @@ async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over
     with ours, theirs, OwnedFds() as memory, OwnedFds() as buckets:
         async with started_worker() as worker:
             planned = await _plan(worker, request, generation_id, theirs, progress)
-            nbytes = sum(planned.segments_nbytes)
-            shared_nbytes = stage.bucket_count * stage.bucket_nbytes
-            await _admit(request, nbytes, shared_nbytes)
+            await _admit(request, planned.segments_nbytes)
             for number, size in enumerate(planned.segments_nbytes):
                 name = names.segment_name(generation_id, number)
                 await in_thread(partial(allocate, memory, kind, size, name))
@@ -92,10 +90,13 @@ async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over
                 check_manifest(done, manifest)
                 progress.update("seal")
                 await worker.seal(memory, kind)
+                sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
+                holder = worker.stay(memory) if kind.dies_with_holder else None
                 return Generation(
                     id=generation_id,
                     config=base.config,
-                    manifest_sha256=await sha256_of(manifest[0], nbytes=done.manifest_nbytes),
+                    manifest_sha256=sha256,
+                    holder=holder,
                     memory=OwnedFds([manifest.take(0), *memory.take_all()]),
                     manifest_nbytes=done.manifest_nbytes,
                     segments_nbytes=planned.segments_nbytes,
@@ -120,8 +121,8 @@ async def _plan(
     base, stage = request.base, request.stage
     with OwnedFds([host.export(base.memory[0])]) as kept:
         if request.partial:
-            for position in range(1, len(base.memory)):
-                kept.append(base.kind.export(base.memory[position]))
+            for segment in base.segments:
+                kept.append(base.kind.export(segment))
         await worker.send(
             Job(
                 model_dir=base.origin.model_dir,
@@ -131,7 +132,7 @@ async def _plan(
                 trusted_filesystems=request.trusted_filesystems,
                 push=Push(partial=request.partial, bucket_nbytes=stage.bucket_nbytes, bucket_count=stage.bucket_count),
             ),
-            [theirs.fileno(), *(kept[position] for position in range(len(kept)))],
+            [theirs.fileno(), *kept],
         )
     theirs.close()  # the worker's end is the only one from here on: its death is seen by the trainer, too
     planned, none = await worker.receive(progress)
@@ -141,26 +142,25 @@ async def _plan(
     return planned
 
 
-async def _admit(request: PushRequest, nbytes: int, shared_nbytes: int) -> None:
+async def _admit(request: PushRequest, segments_nbytes: tuple[int, ...]) -> None:
     """Room for the segments in their memory, and for the buckets in the host's."""
-    kind = request.base.kind
+    kind, stage = request.base.kind, request.stage
+    buckets_nbytes = (stage.bucket_nbytes,) * stage.bucket_count
     if kind is host:
-        room = await admitted(kind, nbytes + shared_nbytes, request.make_room)
+        room = await admitted(kind, (*segments_nbytes, *buckets_nbytes), request.make_room)
     else:
-        room = await admitted(kind, nbytes, request.make_room)
-        await admitted(host, shared_nbytes, None)
-    extra = {"segments_nbytes": nbytes, "buckets_nbytes": shared_nbytes, "free_nbytes": room.free_nbytes}
-    log.info("planned", extra={**extra, "pushed_by": request.stage.name, "partial": request.partial})
+        room = await admitted(kind, segments_nbytes, request.make_room)
+        await admitted(host, buckets_nbytes, None)
+    nbytes = {"segments_nbytes": sum(segments_nbytes), "buckets_nbytes": sum(buckets_nbytes)}
+    extra = {**nbytes, "free_nbytes": room.free_nbytes, "pushed_by": stage.name, "partial": request.partial}
+    log.info("planned", extra=extra)
 
 
 async def _give_memory(worker: Worker, base: Generation, memory: OwnedFds, buckets: OwnedFds) -> None:
     with OwnedFds([host.export(buckets[number]) for number in range(len(buckets))]) as readable:
         await worker.send(
             Memory(version=base.version, receipts_version=base.receipts_version, digest=None),
-            [
-                *(memory[number] for number in range(len(memory))),
-                *(readable[number] for number in range(len(readable))),
-            ],
+            [*memory, *readable],
         )
 
 

@@ -20,10 +20,11 @@ from weightcached.daemon.listen_fds import take_handed_over
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions, parse_serve
 from weightcached.protocol.command_line import BUG_EXIT, USAGE_EXIT
-from weightcached.protocol.errors import InvalidEnvironment, InvalidOption, WeightCacheError
+from weightcached.protocol.errors import HolderDied, InvalidEnvironment, InvalidOption, WeightCacheError
 from weightcached.protocol.processes import die_with_parent
 
 _CANNOT_START_EXIT = 1
+_LOST_EXIT = 1
 _OWN_DESCRIPTORS = 64
 """Kept from clients: for the worker, the segments, helper processes, and what is exported to somebody right now."""
 
@@ -40,6 +41,10 @@ def main(argv: list[str]) -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
     logs.configure(format_name=options.log_format, level=options.log_level, place=str(options.place))
+    log.info(
+        "memory kind",
+        extra={"memory": options.memory, "device": options.device, "reason": options.memory_reason},
+    )
     try:
         options = _within_descriptors(options)
         handed = take_handed_over()
@@ -53,6 +58,9 @@ def main(argv: list[str]) -> int:
             claim.release()
             if notifier is not None:
                 notifier.close()
+    except HolderDied as error:
+        log.error("cannot go on: %s", error, extra={"code": error.code})
+        return _LOST_EXIT
     except WeightCacheError as error:
         log.error("cannot start: %s", error, extra={"code": error.code})
         return _CANNOT_START_EXIT

@@ -193,4 +193,4 @@ async def _ended(loading: asyncio.Task[Generation]) -> None:
     loading.cancel()
     await asyncio.wait({loading})
     if not loading.cancelled() and loading.exception() is None:
-        loading.result().memory.close()
+        await loading.result().free()

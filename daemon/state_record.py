@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weightcached.protocol.config import Provenance
 from weightcached.protocol.errors import TransferError
 from weightcached.protocol.messages import (
-    GRANT_FDS_MAX,
+    GRANT_SEGMENTS_MAX,
     AccountingCounts,
     Count,
     Hex32,
@@ -60,7 +60,7 @@ class GenerationRecord(_Frozen):
     id: Hex32
     manifest_sha256: Hex64
     manifest_nbytes: Count
-    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False, max_length=GRANT_FDS_MAX - 1)]
+    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False, max_length=GRANT_SEGMENTS_MAX)]
     resident_nbytes: Count
     bytes_read: Count
     accounting: AccountingCounts

@@ -15,6 +15,7 @@ from weightcached.daemon.custody import Custody
 from weightcached.daemon.finding import Finding
 from weightcached.daemon.following import Following
 from weightcached.daemon.freeing import Freeing
+from weightcached.daemon.holding import Holding
 from weightcached.daemon.making import Making
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.rank_state import rank_info
@@ -33,10 +34,11 @@ _Answer = TypeVar("_Answer", bound=Message)
 class Updates:
     """Of one keeper."""
 
-    def __init__(self, record: Record, custody: Custody, publishing: Publishing) -> None:
+    def __init__(self, record: Record, custody: Custody, publishing: Publishing, holding: Holding) -> None:
         options = record.options
         self._record = record
         self._custody = custody
+        self._holding = holding
         self._freeing = Freeing(record, custody)
         changes = ChangeCustody(custody)
         making = Making(record, changes, self._freeing, Finding(options, record.progress))
@@ -55,6 +57,7 @@ class Updates:
         self.changing.restore()
         self._record.awaits_decision = self.commands.wants
         self._record.staging = self._staging
+        self._holding.begin(self.changing.lose)
         self._freeing.start()
         self.commands.follow()
 

@@ -47,7 +47,7 @@ def fp8_tensor(x: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[tor
     """
     import torch
 
-    scale = (torch.tensor([largest], dtype=torch.float32) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
+    scale = (torch.tensor([largest], dtype=torch.float32, device=x.device) / FP8_MAX).clamp_(min=FP8_SCALE_MIN)
     into.copy_(x.mul_(scale.reciprocal()))
     return (scale,)
 
@@ -125,15 +125,21 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     """``max|x|`` over the last axis, which stays with length one, as float32; not finite where some value is not."""
     import torch
 
-    if x.dtype in (torch.bfloat16, torch.float16):
+    if x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu":
         return _largest_by_bits(x)
+    return _largest_by_values(x)
+
+
+def _largest_by_values(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
     # Not abs().amax(): a temporary of full size less.
     return torch.maximum(x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True).neg_()).to(torch.float32)
 
 
 def _largest_by_bits(x: torch.Tensor) -> torch.Tensor:
-    """The same of 16 bits each, as the integers that their bits are: five times as fast. Of one sign, magnitudes are in
-    the order of the bits: infinity above all numbers, NaN above infinity.
+    """The same of 16 bits each, on the host, as the integers that their bits are: five times as fast. Of one sign,
+    magnitudes are in the order of the bits: infinity above all numbers, NaN above infinity.
     """
     import numpy as np
     import torch
@@ -173,6 +179,6 @@ def _packed_along_rows(q: torch.Tensor) -> torch.Tensor:
     import torch
 
     rows, columns = q.shape
-    into = torch.empty((columns, -(-rows // 8)), dtype=torch.int32)
+    into = torch.empty((columns, -(-rows // 8)), dtype=torch.int32, device=q.device)
     _pack(torch.nn.functional.pad(q.T, (0, -rows % 8), value=-8.0), into)
     return into.T.contiguous()

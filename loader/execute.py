@@ -1,13 +1,11 @@
 """Execution: carries out a load plan. Threads take slabs in order, read, transform, write and digest them.
 
-Owns the threads and the digests. Borrows the checkpoint's descriptors and the segment, leaves nothing mapped, and
+Owns the threads and the digests. Borrows the checkpoint's descriptors and the segments, leaves nothing mapped, and
 writes only inside the places it is given; what a failed execution has written is of no use. How bytes get into the
 segment is the destination's, whether files changed meanwhile is the pipeline's question.
 
 A thread takes a run of slabs at a time: long enough that a disk sees a few streams, short enough that threads end
-together. A digest over a parameter's bytes is made slab after slab, while each is still in a cache. Where a parameter
-is longer than a run, digesting goes by turns, but hardly anybody waits for one: whoever has the turn digests what
-others have left behind it, too.
+together. Digesting goes by turns (``turns.py``), for which hardly anybody waits.
 """
 
 from __future__ import annotations
@@ -15,24 +13,24 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-
-import xxhash
+from dataclasses import dataclass
 
 from weightcached.loader.access import accessing, look
-from weightcached.loader.destination import Destination, HostSegment, Port, Room, Target
+from weightcached.loader.bench import bench_of
+from weightcached.loader.destination import Destination, Output, Port, Room, Straight, Target, as_destination
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import PartKind
-from weightcached.loader.quantize import Output, Transforms, measure
+from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
+from weightcached.loader.straight import Offered
 from weightcached.loader.strategy import Strategy, choose
+from weightcached.loader.turns import Digests
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
 from weightcached.protocol.memory.admission import rooms
@@ -61,7 +59,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What an execution leaves besides the segment's bytes."""
+    """What an execution leaves besides the segments' bytes."""
 
     digests: Mapping[str, bytes]
     """Parameter name → XXH3-128 of its resident bytes; aliases have their target's."""
@@ -71,7 +69,7 @@ class Executed:
 def execute(
     placement: Placement,
     files: Mapping[str, int],
-    segment: Target,
+    segments: Target,
     *,
     strategy: LoadStrategy = "auto",
     threads: int | None = None,
@@ -79,9 +77,9 @@ def execute(
     progress: Progress | None = None,
     expendable: bool = False,
 ) -> Executed:
-    """Fill every parameter of ``placement`` in ``segment`` from ``files`` (name → descriptor).
+    """Fill every parameter of ``placement`` in ``segments`` from ``files`` (name → descriptor).
 
-    ``segment``: a writable descriptor of host memory, or a destination that nobody has entered, which is left here.
+    A destination is left here.
 
     ``expendable``: a file that becomes shorter meanwhile may kill this process; where ranges are strided, it is faster.
     ``threads``, ``slab_nbytes``: by default, as the strategy needs them. Padding is written as zeros, whatever was
@@ -92,33 +90,27 @@ def execute(
     """
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
-    destination = HostSegment(segment, nbytes=placement.segment_nbytes) if isinstance(segment, int) else segment
-    with destination:
+    destination = as_destination(segments, placement.segments_nbytes)
+    with destination, Offered(lambda: destination.straight(files)) as offered:
         chosen = choose(
-            parameters, look(files), free_nbytes=free_nbytes, asked=strategy, resident_on_host=destination.on_host
+            parameters,
+            look(files),
+            free_nbytes=free_nbytes,
+            asked=strategy,
+            resident_on_host=destination.on_host,
+            straight=None if destination.on_host else offered.why_not,
         )
         log.info("load strategy: %s", chosen.reason)
+        straight = offered.required() if chosen.name == "gds" else None
         with accessing(files, chosen, mapped=expendable) as access:
             team = _Team(placement, Reader(access), destination, slab_nbytes or chosen.slab_nbytes, chosen, progress)
-            team.run(threads or chosen.threads)
+            team.run(threads or chosen.threads, straight)
     log.info("%s", destination)
     return team.executed()
 
 
-@dataclass(slots=True)
-class _Digest:
-    """The digest of one parameter's bytes, as far as it is, and what follows once the slabs before are digested."""
-
-    hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
-    slabs_done: int = 0
-    taken: bool = False
-    """Whether a thread has the turn."""
-    left: dict[int, tuple[Output, ...]] = field(default_factory=dict)
-    """Slab number → outputs."""
-
-
 class _Team:
-    """The threads' shared state. ``_lock`` guards all of it, but hashers belong to the thread that has the turn."""
+    """The threads' shared state, which ``_lock`` guards."""
 
     def __init__(
         self,
@@ -141,17 +133,20 @@ class _Team:
             )
         )
         self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
         self._expected: deque[Slab] = deque()
         self._expected_nbytes = 0
-        self._digests = {name: _Digest() for name, placed in self._placed.items() if placed.parameter.alias_of is None}
+        self._digests = Digests(name for name, placed in self._placed.items() if placed.parameter.alias_of is None)
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
+        self._straight: Straight | None = None
         self._held = Held(placed.parameter for placed in placement.placed)
         self._meter = _Meter(placement, progress)
 
-    def run(self, threads: int) -> None:
-        """Work with so many threads to the end. Raises the first failure, when all of them have stopped."""
+    def run(self, threads: int, straight: Straight | None = None) -> None:
+        """Work with so many threads to the end; what ``straight`` takes it reads. Raises the first failure, when all of
+        them have stopped.
+        """
+        self._straight = straight
         team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
         started = []
         try:
@@ -172,24 +167,24 @@ class _Team:
         self._destination.finish()
 
     def executed(self) -> Executed:
-        digests = {}
-        for name, placed in self._placed.items():
-            digests[name] = self._digests[placed.parameter.alias_of or name].hasher.digest()
+        digests = {name: self._digests.of(placed.parameter.alias_of or name) for name, placed in self._placed.items()}
         return Executed(digests, self._traffic)
 
     def _work(self) -> None:
-        buffer = memoryview(mmap.mmap(-1, self._slab_nbytes))
         try:
             with self._destination.port(self._slab_nbytes) as port:
-                self._work_through(port, buffer)
+                self._work_through(port)
         except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
             self._fail(failure)
 
-    def _work_through(self, port: Port, buffer: memoryview) -> None:
-        transforms = Transforms(lambda name, offset, nbytes: port.lend(self._placed[name].offset + offset, nbytes))
+    def _work_through(self, port: Port) -> None:
+        transforms = Transforms(bench_of(port, self._spot))
+        buffer = memoryview(b"")
+        if self._straight is not None and port.on_device is not None:
+            port.on_device.stream.synchronize()  # what zeroes the segments comes before what is read past the stream
         while run := self._claim():
             self._reader.begin(run[0])
-            self._destination.prepare(self._place_of(run[0])[0], self._place_of(run[-1])[1])
+            self._destination.prepare(self._segment_of(run[0]), self._place_of(run[0])[0], self._place_of(run[-1])[1])
             for slab in run:
                 if self._failure is not None:
                     return
@@ -197,22 +192,33 @@ class _Team:
                     self._process_held(slab, port, transforms)
                     continue
                 if (room := self._room(slab, port)) is not None:
-                    self._count(slab, self._reader.fill(slab, room.memory))
                     offset = slab.first * itemsize_bytes(slab.parameter.dtype)
                     self._finish(slab, (Output(slab.parameter.name, offset, room.memory, room),), port)
                     continue
                 if len(buffer) < slab.source_nbytes:
-                    buffer = memoryview(mmap.mmap(-1, slab.source_nbytes))
+                    buffer = port.buffer(max(slab.source_nbytes, self._slab_nbytes))
                 source = buffer[: slab.source_nbytes]
                 self._count(slab, self._reader.fill(slab, source))
                 self._finish(slab, transforms.outputs(slab, source), port)
 
     def _room(self, slab: Slab, port: Port) -> Room | None:
-        """Where the slab can be read to: room for what stays as it is, if the destination has any."""
+        """What stays as it is, read into a room of the destination's; None where it has none."""
         if slab.parameter.transform is not None:
             return None
-        offset = slab.first * itemsize_bytes(slab.parameter.dtype)
-        return port.lend(self._placed[slab.parameter.name].offset + offset, slab.source_nbytes)
+        spot = self._spot(slab.parameter.name, slab.first * itemsize_bytes(slab.parameter.dtype))
+        if port.on_device is not None and self._straight is not None and self._straight.takes(slab):
+            address = port.on_device.place(*spot, slab.source_nbytes)
+            self._count(slab, self._straight.fill(slab, address))
+            return port.on_device.fetch(*spot, slab.source_nbytes)
+        room = port.lend(*spot, slab.source_nbytes)
+        if room is not None:
+            self._count(slab, self._reader.fill(slab, room.memory))
+        return room
+
+    def _spot(self, name: str, offset: int) -> tuple[int, int]:
+        """Where a byte of the parameter is: in which segment, and where there."""
+        placed = self._placed[name]
+        return placed.segment, placed.offset + offset
 
     def _process_held(self, slab: Slab, port: Port, transforms: Transforms) -> None:
         memory = self._held.memory(slab)
@@ -229,8 +235,8 @@ class _Team:
             if output.room is not None:
                 output.room.filled()
             else:
-                port.write(output.data, self._placed[output.name].offset + output.offset)
-        self._digest(slab, outputs, lasting=outputs[0].room is not None)
+                port.write(output.data, *self._spot(output.name, output.offset))
+        self._digests.digest(slab, outputs, lasting=outputs[0].room is not None)
         self._meter.add(sum(len(output.data) for output in outputs))
 
     def _count(self, slab: Slab, read_nbytes: int) -> None:
@@ -259,65 +265,40 @@ class _Team:
             run = self._next_run()
             self._expected_nbytes -= sum(slab.source_nbytes for slab in run)
         for slab in fresh:
-            self._reader.expect(slab)
+            if self._straight is None or not self._straight.takes(slab):
+                self._reader.expect(slab)
         return run
 
     def _next_run(self) -> list[Slab]:
-        """Taken from those that are expected. Called with the lock held."""
+        """Taken from those that are expected, and all of one segment. Called with the lock held."""
         run: list[Slab] = []
         nbytes = 0
         while self._expected:
             slab = self._expected[0]
             alone = slab.step != "all" or not self._destination.lends
             nbytes += slab.source_nbytes
-            if run and (alone or nbytes > self._run_nbytes):
+            if run and (alone or nbytes > self._run_nbytes or self._segment_of(slab) != self._segment_of(run[0])):
                 break
             run.append(self._expected.popleft())
             if alone:
                 break
         return run
 
+    def _segment_of(self, slab: Slab) -> int:
+        return self._placed[slab.parameter.name].segment
+
     def _place_of(self, slab: Slab) -> tuple[int, int]:
-        """Where in the segment it will be: first byte, and one past its last."""
+        """Where in its segment it will be: first byte, and one past its last."""
         placed = self._placed[slab.parameter.name]
         elements = math.prod(slab.parameter.source_shape)
         first = placed.offset + slab.first * placed.nbytes // elements
         return first, first + slab.elements * placed.nbytes // elements
 
-    def _digest(self, slab: Slab, outputs: tuple[Output, ...], *, lasting: bool) -> None:
-        """Leave the outputs to be digested after all slabs before, and take the turn if it is free.
-
-        Outputs that are not ``lasting`` are digested when this returns, unless the execution has failed.
-        """
-        queue = self._digests[slab.parameter.name]
-        with self._turn:
-            queue.left[slab.number] = outputs
-            if not queue.taken:
-                self._take_turn(queue)
-            while not lasting and queue.slabs_done <= slab.number and self._failure is None:
-                self._turn.wait()
-
-    def _take_turn(self, queue: _Digest) -> None:
-        """Digest all that can be, in order. Called with the lock held; let go while bytes are looked at."""
-        queue.taken = True
-        while (outputs := queue.left.pop(queue.slabs_done, None)) is not None:
-            self._lock.release()
-            try:
-                for output in outputs:
-                    self._digests[output.name].hasher.update(output.data)
-                    if output.room is not None:
-                        output.room.digested()
-            finally:
-                self._lock.acquire()
-            queue.slabs_done += 1
-            self._turn.notify_all()
-        queue.taken = False
-
     def _fail(self, failure: BaseException) -> None:
-        with self._turn:
+        with self._lock:
             if self._failure is None:
                 self._failure = failure
-            self._turn.notify_all()
+        self._digests.abandon()
         self._held.abandon()
         self._destination.abandon()
 

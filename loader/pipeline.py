@@ -62,33 +62,35 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A filled segment's rows, in the plan's order, and the figures."""
+    """The filled segments' rows, in the plan's order, and the figures."""
 
     rows: tuple[Row, ...]
     figures: Figures
 
 
-def prepare(checkpoint: Checkpoint, config: CacheConfig) -> Prepared:
-    """Plan and place. Reads nothing but what ``checkpoint`` already holds. Raises what ``make_plan`` raises."""
+def prepare(checkpoint: Checkpoint, config: CacheConfig, *, segment_max_nbytes: int | None = None) -> Prepared:
+    """Plan and place, in segments of at most so many bytes. Reads nothing but what ``checkpoint`` already holds. Raises
+    what ``make_plan`` and ``place`` raise.
+    """
     with collector_paused():
         plan = make_plan(checkpoint.tensors, checkpoint.config, config)
-        return Prepared(plan, checkpoint.tensors, place(plan), requested_nbytes(plan))
+        return Prepared(plan, checkpoint.tensors, place(plan, segment_max_nbytes), requested_nbytes(plan))
 
 
 def load(
     checkpoint: Checkpoint,
     prepared: Prepared,
-    segment: Target,
+    segments: Target,
     *,
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
     expendable: bool = False,
 ) -> Loaded:
-    """Fill ``segment``, of ``prepared.placement.segment_nbytes`` bytes, from the checkpoint.
+    """Fill ``segments``, of ``prepared.placement.segments_nbytes`` bytes, from the checkpoint.
 
-    Blocks. The segment stays the caller's, is not mapped here, and is of use only if this returns: a failure leaves it
-    half filled. ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not what it was when the
+    Blocks. Descriptors stay the caller's, are not mapped here, and are of use only if this returns: a failure leaves
+    them half filled. ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not what it was when the
     checkpoint was opened, another CheckpointError when one cannot be read or used, InsufficientMemory, and what
     ``progress`` raises.
     """
@@ -97,7 +99,7 @@ def load(
         executed = execute(
             prepared.placement,
             checkpoint.files,
-            segment,
+            segments,
             strategy=strategy,
             progress=progress,
             expendable=expendable,
@@ -111,7 +113,7 @@ def load(
 def encode(
     loaded: Loaded, prepared: Prepared, *, generation: str, version: str, receipts_version: str, digest: str | None
 ) -> bytes:
-    """The manifest of a loaded segment. ``digest`` is the content digest where it is known already."""
+    """The manifest of what was loaded. ``digest`` is the content digest where it is known already."""
     plan, figures = prepared.plan, loaded.figures
     meta = ManifestMeta(
         generation=generation,
@@ -120,7 +122,7 @@ def encode(
         fingerprint=plan.config.fingerprint,
         config=plan.config.model_dump(),
         digest=digest,
-        segments_nbytes=(prepared.placement.segment_nbytes,),
+        segments_nbytes=prepared.placement.segments_nbytes,
         bytes_read=figures.bytes_read,
         bytes_kept=figures.bytes_kept,
         seconds=dict(figures.seconds),
@@ -139,7 +141,7 @@ def row_of(placed: Placed, executed: Executed) -> Row:
     parameter = placed.parameter
     return Row(
         name=parameter.name,
-        segment=0,
+        segment=placed.segment,
         offset=placed.offset,
         nbytes=placed.nbytes,
         shape=parameter.shape,

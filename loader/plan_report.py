@@ -42,7 +42,7 @@ class RankSummary:
     """One rank's plan without its parameters."""
 
     config: CacheConfig
-    segment_nbytes: int
+    segments_nbytes: tuple[int, ...]
     parameters: int
     accounting: Accounting
     kinds: Mapping[str, KindBytes]
@@ -67,7 +67,7 @@ def summarize(prepared: Prepared) -> RankSummary:
             elements = sum([copy.source.volume for copy in parameter.copies])
             row.kept_nbytes += elements * itemsize_bytes(parameter.source_dtype)
     plan, placement = prepared.plan, prepared.placement
-    return RankSummary(plan.config, placement.segment_nbytes, len(plan.parameters), plan.accounting, kinds)
+    return RankSummary(plan.config, placement.segments_nbytes, len(plan.parameters), plan.accounting, kinds)
 
 
 # For machines
@@ -92,7 +92,7 @@ def rank_document(summary: RankSummary, prepared: Prepared) -> Iterator[str]:
         "rank": summary.rank,
         "config": {name: value for name, value in summary.config.model_dump().items() if name != "model"},
         "fingerprint": summary.config.fingerprint,
-        "segment_nbytes": summary.segment_nbytes,
+        "segments_nbytes": summary.segments_nbytes,
         "accounting": {
             "expected": sorted(accounting.expected),
             "loaded": sorted(accounting.loaded),
@@ -119,6 +119,7 @@ def _parameter(placed: Placed) -> dict[str, Any]:
         "shape": parameter.shape,
         "dtype": parameter.dtype,
         "source_dtype": parameter.source_dtype,
+        "segment": placed.segment,
         "offset": placed.offset,
         "nbytes": placed.nbytes,
         "part_kind": parameter.part_kind,
@@ -179,7 +180,7 @@ def _rank_table(ranks: Sequence[RankSummary]) -> list[str]:
 
 def _rank_row(rank: RankSummary) -> tuple[str, ...]:
     kinds, accounting = rank.kinds.values(), rank.accounting
-    sizes = (sum(row.read_nbytes for row in kinds), sum(row.kept_nbytes for row in kinds), rank.segment_nbytes)
+    sizes = (sum(row.read_nbytes for row in kinds), sum(row.kept_nbytes for row in kinds), sum(rank.segments_nbytes))
     names = (accounting.expected, accounting.loaded, accounting.ignored, accounting.unexpected)
     return (rank.rank, str(rank.parameters), *map(binary_size, sizes), *(str(len(some)) for some in names))
 

@@ -8,12 +8,12 @@ is imported when the first transform runs and not before: most loads need none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from weightcached.loader import arithmetic
-from weightcached.loader.destination import Room
+from weightcached.loader.bench import Bench, over
+from weightcached.loader.destination import Output
 from weightcached.loader.planned import Cast, PlannedParameter, Quantize
 from weightcached.loader.slabs import Slab
 from weightcached.protocol.dtypes import itemsize_bytes
@@ -23,28 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 
-Lend = Callable[[str, int, int], Room | None]
-"""Gives room for (parameter, offset, nbytes), where the destination has some to lend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Bytes that go into the segment: to parameter ``name``, from byte ``offset`` of it."""
-
-    name: str
-    offset: int
-    data: memoryview
-    room: Room | None = None
-    """The destination's, that they lie in; None where they are to be written."""
-
-
 class Transforms:
-    """One thread's transforms. Its memory is used again, since fresh pages cost more than what is computed in them."""
+    """One thread's transforms, at its bench."""
 
-    def __init__(self, lend: Lend) -> None:
-        self._lend = lend
-        self._floats: torch.Tensor | None = None
-        self._bytes = bytearray()
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
 
     def outputs(self, slab: Slab, source: memoryview, *, largest: float = 0.0) -> tuple[Output, ...]:
         """What the slab's ``source`` bytes become; the parameter itself first. Of what is in no room, the first is
@@ -59,38 +42,31 @@ class Transforms:
             return (Output(parameter.name, slab.first * itemsize, source),)
         # As many elements of the parameter as of what it is made of, or fewer, packed.
         each = math.prod(parameter.source_shape) // math.prod(parameter.shape)
-        first = self._first(parameter.name, slab.first // each * itemsize, slab.elements // each * itemsize)
-        into = _as_tensor(first.data, parameter.dtype)
-        if isinstance(parameter.transform, Cast):
-            into.copy_(_as_tensor(source, parameter.source_dtype or parameter.dtype))
-            if parameter.transform.finite and not into.isfinite().all():
+        first = self._bench.result(parameter.name, slab.first // each * itemsize, slab.elements // each * itemsize)
+        data = self._bench.source(source)
+        with self._bench.working():
+            others = self._transformed(slab, data, _as(first.tensor, parameter.dtype), largest)
+        return (first.output(), *others)
+
+    def _transformed(self, slab: Slab, data: torch.Tensor, into: torch.Tensor, largest: float) -> tuple[Output, ...]:
+        """Fills ``into``; returns what else is made."""
+        parameter = slab.parameter
+        if not isinstance(parameter.transform, Quantize):
+            into.copy_(_as(data, parameter.source_dtype or parameter.dtype))
+            if isinstance(parameter.transform, Cast) and parameter.transform.finite and not into.isfinite().all():
                 _refuse_scale(slab, into)
-            return (first,)
-        values = _values(slab, source)
-        made = _quantized(parameter.transform, values, self._wide(values), into.view(values.shape[0], -1), largest)
+            return ()
+        values = _rows(slab, data)
+        wide = self._bench.floats(values.numel()).view(values.shape).copy_(values)
+        made = _quantized(parameter.transform, values, wide, into.view(values.shape[0], -1), largest)
         if not math.isfinite(made[0].max()):
             _refuse(slab, values)
-        return (first, *_placed(slab, parameter.transform, made))
-
-    def _first(self, name: str, offset: int, nbytes: int) -> Output:
-        """The output for the parameter itself, to be filled."""
-        if (room := self._lend(name, offset, nbytes)) is not None:
-            return Output(name, offset, room.memory, room)
-        if len(self._bytes) < nbytes:
-            self._bytes = bytearray(nbytes)
-        return Output(name, offset, memoryview(self._bytes)[:nbytes])
-
-    def _wide(self, values: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        if self._floats is None or self._floats.numel() < values.numel():
-            self._floats = torch.empty(values.numel(), dtype=torch.float32)
-        return self._floats[: values.numel()].view(values.shape).copy_(values)
+        return tuple(_placed(slab, parameter.transform, made))
 
 
 def measure(slab: Slab, source: memoryview) -> float:
     """The largest value of the slab, by magnitude. Raises UnusableValue naming the tensor when it is not finite."""
-    values = _values(slab, source)
+    values = _rows(slab, over(source))
     largest = arithmetic.largest(values)
     if not math.isfinite(largest):
         _refuse(slab, values)
@@ -174,20 +150,19 @@ def _source_of(parameter: PlannedParameter, element: int) -> str:
     return f"parameter {parameter.name!r}"
 
 
-def _values(slab: Slab, source: memoryview) -> torch.Tensor:
-    """The slab as rows ``[rows, in]``."""
+def _rows(slab: Slab, data: torch.Tensor) -> torch.Tensor:
+    """The slab's bytes as rows ``[rows, in]``."""
     parameter = slab.parameter
-    values = _as_tensor(source, parameter.source_dtype or parameter.dtype)
-    return values.view(-1, parameter.source_shape[-1])
+    return _as(data, parameter.source_dtype or parameter.dtype).view(-1, parameter.source_shape[-1])
 
 
-def _as_tensor(data: memoryview, dtype: str) -> torch.Tensor:
+def _as(data: torch.Tensor, dtype: str) -> torch.Tensor:
     import torch
 
-    return torch.frombuffer(data, dtype=getattr(torch, dtype))
+    return data.view(getattr(torch, dtype))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data

@@ -1,4 +1,4 @@
-"""Loading a snapshot: every parameter's bytes straight from the snapshot's file to their places in the segment.
+"""Loading a snapshot: every parameter's bytes straight from the snapshot's files to their places in the segments.
 
 Owns making an execution of it (each row is one plain copy), checking every row's digest before anything is published,
 and the manifest of what was loaded. The files are ``protocol/snapshot.py``'s, the reading is the executor's: a snapshot
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightcached.loader.boxes import whole
 from weightcached.loader.destination import Target
 from weightcached.loader.execute import Executed, Progress, execute
-from weightcached.loader.layout import Placed, Placement
+from weightcached.loader.layout import Placed, Placement, Places
 from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import SnapshotUnusable, TruncatedFile
@@ -36,44 +36,41 @@ class Restored:
     bytes_read: int
 
 
-def placement_of(snapshot: Snapshot) -> Placement:
-    """Every row as so many bytes from the snapshot's file to the same place of the segment.
+def placement_of(snapshot: Snapshot, segment_max_nbytes: int | None = None) -> Placement:
+    """Every row as so many bytes of the snapshot's files, in the order in which they lie there, and with a place as a
+    load of the checkpoint gives it: the snapshot may have been saved from memory with smaller or larger segments.
 
-    Raises SnapshotUnusable for a snapshot of several segments: no release has written one.
+    Raises UnsupportedModel as ``Places.take``.
     """
-    manifest = snapshot.manifest
-    if len(snapshot.files) != 1:
-        raise SnapshotUnusable(
-            "the snapshot does not have one segment", expected=1, found=len(snapshot.files), where=snapshot.folder
-        )
-    (file,) = snapshot.files
-    rows = sorted((row for row in manifest if row.alias_of is None), key=lambda row: row.offset)
-    return Placement(tuple(_placed(row, file) for row in rows), manifest.meta.segments_nbytes[0])
+    places, files = Places(segment_max_nbytes), list(snapshot.files)
+    rows = sorted((row for row in snapshot.manifest if row.alias_of is None), key=lambda row: (row.segment, row.offset))
+    placed = tuple(_placed(row, files[row.segment], *places.take(row.name, row.nbytes)) for row in rows)
+    return Placement(placed, places.segments_nbytes)
 
 
-def _placed(row: Row, file: str) -> Placed:
+def _placed(row: Row, file: str, segment: int, offset: int) -> Placed:
     shape = (row.nbytes,)
     tensor = TensorHeader(row.name, _DTYPE, shape, file, row.offset, row.nbytes)
     copies = (Copy(tensor, whole(shape), whole(shape)),) if row.nbytes else ()
-    return Placed(PlannedParameter(row.name, shape, _DTYPE, _DTYPE, copies), row.offset, row.nbytes)
+    return Placed(PlannedParameter(row.name, shape, _DTYPE, _DTYPE, copies), segment, offset, row.nbytes)
 
 
 def restore(
     snapshot: Snapshot,
     placement: Placement,
-    segment: Target,
+    segments: Target,
     *,
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
 ) -> Restored:
-    """Fill ``segment``, of the placement's size, whose bytes are zeros or become them. Blocks.
+    """Fill ``segments``, of the placement's sizes, whose bytes are zeros or become them. Blocks.
 
     Raises SnapshotUnusable naming the parameters whose bytes are not those that were written, or that cannot be read;
-    InsufficientMemory; and what ``progress`` raises. The segment is of use only if this returns.
+    InsufficientMemory; and what ``progress`` raises. The segments are of use only if this returns.
     """
     started_s = time.perf_counter()
     try:
-        executed = execute(placement, snapshot.files, segment, strategy=strategy, progress=progress)
+        executed = execute(placement, snapshot.files, segments, strategy=strategy, progress=progress)
     except TruncatedFile as error:
         raise SnapshotUnusable(
             error.message, expected=error.expected, found=error.found, where=snapshot.folder
@@ -110,6 +107,7 @@ def counts_of(manifest: Manifest) -> AccountingCounts:
 def encode(
     snapshot: Snapshot,
     restored: Restored,
+    placement: Placement,
     config: CacheConfig,
     *,
     generation: str,
@@ -117,8 +115,8 @@ def encode(
     receipts_version: str,
     digest: str | None,
 ) -> bytes:
-    """The manifest of the loaded segment: the snapshot's, as another generation, with what this load read; ``config``
-    is the snapshot's, but for the memory that the bytes are in now.
+    """The manifest of what was loaded: the snapshot's, as another generation, with what this load read and where it
+    put it; ``config`` is the snapshot's, but for the memory that the bytes are in now.
     """
     manifest = snapshot.manifest
     meta = manifest.meta.model_copy(
@@ -129,9 +127,17 @@ def encode(
             "digest": digest,
             "fingerprint": config.fingerprint,
             "config": config.model_dump(),
+            "segments_nbytes": placement.segments_nbytes,
             "bytes_read": restored.bytes_read,
             "bytes_kept": manifest.content_nbytes,
             "seconds": dict(restored.seconds),
         }
     )
-    return encode_manifest(meta, list(manifest), manifest.accounting)
+    placed = {one.parameter.name: one for one in placement.placed}
+    return encode_manifest(
+        meta, [_moved(row, placed[row.alias_of or row.name]) for row in manifest], manifest.accounting
+    )
+
+
+def _moved(row: Row, placed: Placed) -> Row:
+    return replace(row, segment=placed.segment, offset=placed.offset)

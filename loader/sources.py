@@ -1,4 +1,4 @@
-"""What a worker fills a segment from: a checkpoint, a snapshot of a finished shard, or what an engine has built.
+"""What a worker fills segments from: a checkpoint, a snapshot of a finished shard, or what an engine has built.
 
 Owns what the keeper is told of each (:class:`Planned`). Speaks to nobody; ``worker.py`` asks. An open source holds the
 files it reads from.
@@ -22,6 +22,7 @@ from weightcached.loader.execute import Progress
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.content import Receipts, open_weights, take_receipts, weight_files, weights_visible
 from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import AccountingCounts, shortened
 from weightcached.protocol.ranks import device_of
 from weightcached.protocol.snapshot import Snapshot, open_snapshot
@@ -30,7 +31,7 @@ from weightcached.protocol.worker_messages import Job, LoadStrategy, Planned
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What filling the segment cost. ``encode`` makes its manifest, and takes what identifies the generation:
+    """What filling the segments cost. ``encode`` makes its manifest, and takes what identifies the generation:
     ``generation``, ``version``, ``receipts_version`` and ``digest``.
     """
 
@@ -46,7 +47,7 @@ class Source(Protocol):
     """Something to load, once."""
 
     @property
-    def segment_nbytes(self) -> int: ...
+    def segments_nbytes(self) -> tuple[int, ...]: ...
 
     @property
     def uses_torch(self) -> bool: ...
@@ -58,8 +59,8 @@ class Source(Protocol):
         """What will be allocated and read, and which content it is. Reads no weight."""
         ...
 
-    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
-        """Fill the segment. Blocks. Raises what loading raises."""
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        """Fill the segments. Blocks. Raises what loading raises."""
         ...
 
 
@@ -94,15 +95,15 @@ class CheckpointSource:
     def __init__(self, checkpoint: Checkpoint, config: CacheConfig, also_trusted: Collection[str]) -> None:
         self._checkpoint = checkpoint
         self._also_trusted = also_trusted
-        self._prepared = pipeline.prepare(checkpoint, config)
+        self._prepared = pipeline.prepare(checkpoint, config, segment_max_nbytes=kind_of(config).segment_max_nbytes)
         self.placement = self._prepared.placement
-        self.segment_nbytes = self.placement.segment_nbytes
-        self.uses_torch = any(placed.parameter.transform is not None for placed in self.placement.placed)
+        self.segments_nbytes = self.placement.segments_nbytes
+        self.uses_torch = self.placement.transforms
 
     def planned(self) -> Planned:
         accounting = self._prepared.plan.accounting
         return planned(
-            self.segment_nbytes,
+            self.segments_nbytes,
             self._checkpoint.receipts,
             bytes_to_read=sum(self._prepared.requested.values()),
             accounting=AccountingCounts(
@@ -113,11 +114,11 @@ class CheckpointSource:
             ),
         )
 
-    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         loaded = pipeline.load(
             self._checkpoint,
             self._prepared,
-            segment,
+            segments,
             also_trusted=self._also_trusted,
             progress=progress,
             strategy=strategy,
@@ -139,21 +140,21 @@ class SnapshotSource:
         self._config = config
         self._snapshot = opened
         self._receipts = receipts
-        self.placement = snapshot.placement_of(opened)
-        self.segment_nbytes = self.placement.segment_nbytes
+        self.placement = snapshot.placement_of(opened, segment_max_nbytes=kind_of(config).segment_max_nbytes)
+        self.segments_nbytes = self.placement.segments_nbytes
 
     def planned(self) -> Planned:
         return planned(
-            self.segment_nbytes,
+            self.segments_nbytes,
             self._receipts,
             bytes_to_read=self._snapshot.manifest.content_nbytes,
             accounting=snapshot.counts_of(self._snapshot.manifest),
             digest=self._snapshot.digest,
         )
 
-    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
-        restored = snapshot.restore(self._snapshot, self.placement, segment, progress=progress, strategy=strategy)
-        encode = partial(snapshot.encode, self._snapshot, restored, self._config)
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        restored = snapshot.restore(self._snapshot, self.placement, segments, progress=progress, strategy=strategy)
+        encode = partial(snapshot.encode, self._snapshot, restored, self.placement, self._config)
         return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
 
 
@@ -170,18 +171,18 @@ class EngineSource:
         self._state = build_state(
             job.model_dir, config, job.engine_arguments, also_trusted=job.trusted_filesystems, progress=stage
         )
-        self.segment_nbytes = self._state.segment_nbytes
+        self.segments_nbytes = (self._state.segment_nbytes,)
 
     def planned(self) -> Planned:
         return planned(
-            self.segment_nbytes,
+            self.segments_nbytes,
             self._state.receipts,
             bytes_to_read=self._state.files_nbytes,
             accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),  # the engine's own to check
         )
 
-    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
-        encode, seconds = self._state.copy(segment, progress)
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        encode, seconds = self._state.copy(segments, progress)
         return Filled(self._state.files_nbytes, self._state.content_nbytes, seconds, encode)
 
 
@@ -194,16 +195,16 @@ def _receipts_of_weights(model_dir: str, also_trusted: Collection[str]) -> Recei
 
 
 def planned(
-    segment_nbytes: int,
+    segments_nbytes: tuple[int, ...],
     receipts: Receipts | None,
     *,
     bytes_to_read: int,
     accounting: AccountingCounts,
     digest: str | None = None,
 ) -> Planned:
-    """What the keeper is told of a source of one segment. ``receipts`` are of the files that the weights come from."""
+    """What the keeper is told of a source. ``receipts`` are of the files that the weights come from."""
     return Planned(
-        segments_nbytes=(segment_nbytes,),
+        segments_nbytes=segments_nbytes,
         bytes_to_read=bytes_to_read,
         receipts=None if receipts is None else receipts.sha256,
         receipts_trusted=receipts is not None and receipts.trusted,

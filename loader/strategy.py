@@ -6,6 +6,7 @@ Pure choice, from what `access.py` has seen of the files and from how much memor
 | --- | --- | --- |
 | ``read`` | through the page cache, which ranks of a host share | where nothing else is |
 | ``prefetch`` | the same, asked for far ahead, by many threads | files far away: each answer takes long |
+| ``gds`` | past the host, into a GPU's memory (GPUDirect Storage) | files not in the page cache, where it works |
 | ``direct`` | past the page cache (O_DIRECT) | no room there beside the shard, and nobody shares |
 | ``mmap`` | copied out of a mapping of the file | never: its page faults cost more than reads |
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.planned import PlannedParameter
@@ -99,10 +100,12 @@ def choose(
     free_nbytes: int,
     asked: LoadStrategy = "auto",
     resident_on_host: bool = True,
+    straight: Callable[[], str | None] | None = None,
 ) -> Strategy:
     """The strategy for filling ``parameters`` from ``files``, while ``free_nbytes`` of the host's memory are free.
 
-    ``resident_on_host``: whether what is filled takes of that; a device's memory does not.
+    ``resident_on_host``: whether what is filled takes of that; a device's memory does not. ``straight``: says, when it
+    is asked, why strategy ``gds`` cannot be taken, or None; without it nobody has thought of that.
     """
     wanted = dict.fromkeys(files, 0)
     kept = resident = 0
@@ -118,18 +121,18 @@ def choose(
     name, why = (
         (asked, "asked for")
         if asked != "auto"
-        else _decide(read, total, kept, resident if resident_on_host else 0, free_nbytes)
+        else _decide(read, total, kept, resident if resident_on_host else 0, free_nbytes, straight)
     )
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
-    waiting = name in ("prefetch", "direct") or (name == "read" and _cached_share(read) < CACHED_SHARE)
+    waiting = name in ("prefetch", "direct", "gds") or (name == "read" and _cached_share(read) < CACHED_SHARE)
     threads = WAITING_THREADS if waiting else THREADS
     return Strategy(
         name,
-        exact if name != "prefetch" else frozenset(files),
+        exact if name not in ("prefetch", "gds") else frozenset(files),
         threads,
         min(SLAB_NBYTES, SLABS_NBYTES // threads),
         _run_nbytes(name, resident, waiting),
-        waiting and name != "prefetch",
+        waiting and name not in ("prefetch", "gds"),
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,
         f"{name}: {why}; {_gib(total)} of {_gib(sum(facts.nbytes for facts in files.values()))} on {systems}, "
         f"{_cached_share(read):.0%} in the page cache, {_gib(free_nbytes)} of memory free; "
@@ -146,10 +149,21 @@ def _run_nbytes(name: LoadStrategy, resident: int, waiting: bool) -> int:
 
 
 def _decide(
-    read: Mapping[str, FileFacts], total: int, kept: int, resident: int, free_nbytes: int
+    read: Mapping[str, FileFacts],
+    total: int,
+    kept: int,
+    resident: int,
+    free_nbytes: int,
+    straight: Callable[[], str | None] | None,
 ) -> tuple[LoadStrategy, str]:
     if _cached_share(read) >= CACHED_SHARE:
         return "read", "most of it lies in the page cache"
+    if straight is not None:
+        why_not = straight()
+        if why_not is None:
+            return "gds", "GPUDirect Storage was tried on these files, and works"
+        name, why = _decide(read, total, kept, resident, free_nbytes, None)
+        return name, f"{why} (not gds: {why_not})"
     if distant := sorted({facts.file_system for facts in read.values()} & DISTANT):
         return "prefetch", f"{', '.join(distant)} may be far away"
     if total + resident <= free_nbytes:

@@ -4,11 +4,15 @@ Speaks `worker_messages.py` over the connected socket it inherits as descriptor 
 ``Planned``, takes the segments, fills them, reports ``Done`` with a sealed manifest, and exits with 0. Anything that
 goes wrong is reported as ``Failed`` and exits with 1. It keeps nothing mapped or open that would hold back sealing, and
 it dies with its keeper: by the kernel's signal, and at the next word it says. Loads without transforms import no torch.
+
+Of memory that dies with its process it stays the *holder*: when it has reported it keeps that, the context and nothing
+else, until the keeper's end of the socket is closed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -18,6 +22,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weightcached.loader.destination import Target
 from weightcached.loader.failing import report
 from weightcached.loader.filling import to_be_filled
 from weightcached.loader.sources import Filled, Source, source_of
@@ -65,7 +70,10 @@ def main() -> int:
     channel = Channel(connection, outgoing=WORKER_TO_KEEPER, incoming=KEEPER_TO_WORKER)
     spare = bytearray(_LAST_WORDS_NBYTES)
     try:
-        _serve(channel)
+        memory = _serve(channel)
+        if memory is not None:
+            spare.clear()
+            _hold(channel)
     except PeerClosed:
         log.error("the keeper is gone")
         return 2
@@ -81,7 +89,8 @@ def main() -> int:
     return 0
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel) -> Target | None:
+    """Serve the job; what is to be held then, if there is anything."""
     job, given = _job(channel)
     die_with_parent(job.keeper_pid)
 
@@ -89,16 +98,21 @@ def _serve(channel: Channel) -> None:
         channel.send(Progress(stage=stage[:_STAGE_MAX_CHARACTERS], bytes_done=0, bytes_total=0))
 
     config = CacheConfig.model_validate(job.config)
+    kind = kind_of(config)
     with given, source_of(job, config, given, begins) as source:
         channel.send(source.planned())
-        memory, fds = _memory(channel, buckets=0 if job.push is None else job.push.bucket_count)
+        segments = len(source.segments_nbytes)
+        buckets = 0 if job.push is None else job.push.bucket_count
+        memory, fds = _memory(channel, segments=segments, buckets=buckets)
         with fds:
-            source.buckets = [fds[position] for position in range(1, len(fds))]
+            source.buckets = list(fds)[segments:]
             if source.uses_torch:
                 begins("import torch")
                 _prepare_torch()
             stage = "load weights" if job.push is None else "push weights"
-            with to_be_filled(fds[0], kind_of(config), nbytes=source.segment_nbytes) as target:
+            with to_be_filled(
+                list(fds)[:segments], kind, nbytes=source.segments_nbytes, computes=source.uses_torch
+            ) as target:
                 filled = source.fill(
                     target,
                     lambda done, total: channel.send(Progress(stage=stage, bytes_done=done, bytes_total=total)),
@@ -111,19 +125,37 @@ def _serve(channel: Channel) -> None:
             digest=memory.digest,
         )
         _report_done(channel, job, source, filled, manifest)
+    return target if kind.dies_with_holder else None
 
 
 def _report_done(channel: Channel, job: Job, source: Source, filled: Filled, manifest: bytes) -> None:
     with _sealed(manifest, name=names.manifest_name(job.generation)) as fd:
         done = Done(
             manifest_nbytes=len(manifest),
-            resident_nbytes=source.segment_nbytes,
+            resident_nbytes=sum(source.segments_nbytes),
             bytes_read=filled.bytes_read,
             bytes_kept=filled.bytes_kept,
             seconds=dict(filled.seconds),
             assigned_version=filled.assigned_version,
         )
         channel.send(done, [fd])
+
+
+def _hold(channel: Channel) -> None:
+    """Stay until the keeper lets go. Nothing is given back then: the end of the process does that, and is what clients
+    of the memory are told by; so what is between the two is as short as can be.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as above: a service manager tells every process of the service
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what it computed with, and would keep for another time
+    log.info("all is filled: staying, as the holder of the memory")
+    try:
+        channel.receive()
+    except PeerClosed:
+        return
+    raise ProtocolError("the keeper spoke out of turn", expected="nothing more", found="a frame")
 
 
 def _job(channel: Channel) -> tuple[Job, OwnedFds]:
@@ -135,14 +167,14 @@ def _job(channel: Channel) -> tuple[Job, OwnedFds]:
     return frame.message, frame.fds
 
 
-def _memory(channel: Channel, *, buckets: int) -> tuple[Memory, OwnedFds]:
-    """What the keeper allocated: one segment, and so many buckets, whose descriptors the caller owns."""
+def _memory(channel: Channel, *, segments: int, buckets: int) -> tuple[Memory, OwnedFds]:
+    """What the keeper allocated: so many segments, and then buckets, whose descriptors the caller owns."""
     frame = channel.receive()
-    if not isinstance(frame.message, Memory) or len(frame.fds) != 1 + buckets:
+    if not isinstance(frame.message, Memory) or len(frame.fds) != segments + buckets:
         found = f"{type(frame.message).__name__} with {len(frame.fds)} descriptors"
         frame.fds.close()
         raise ProtocolError(
-            "the keeper spoke out of turn", expected=f"Memory with {1 + buckets} descriptors", found=found
+            "the keeper spoke out of turn", expected=f"Memory with {segments + buckets} descriptors", found=found
         )
     return frame.message, frame.fds
 

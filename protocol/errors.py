@@ -6,7 +6,7 @@
     ├── DeploymentError               fix how things are deployed
     │   ├── DaemonAbsent · DaemonUnreachable · DaemonFailed · DaemonDraining
     │   ├── UntrustedDaemon · UntrustedClient · InvalidPlace · PlaceTaken
-    │   ├── InsufficientMemory · WorkerDied · EngineFailed
+    │   ├── InsufficientMemory · WorkerDied · HolderDied · EngineFailed
     │   ├── DeviceAbsent · DeviceFailed
     │   ├── ManagerUnreachable · InvalidEnvironment
     │   ├── GenerationGone · SnapshotUnwritable · RanksDisagree · SwapFailed
@@ -232,6 +232,14 @@ class WorkerDied(DeploymentError):
     """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
 
     code = "worker_died"
+
+
+class HolderDied(DeploymentError):
+    """The process whose memory the weights were has ended, and they are gone with it. A daemon that is started again
+    loads them anew.
+    """
+
+    code = "holder_died"
 
 
 class EngineFailed(DeploymentError):

@@ -6,7 +6,7 @@ Owns :class:`OwnedFds`, the guard that every received or created descriptor sits
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 
@@ -33,6 +33,10 @@ class OwnedFds:
         if fd is None:
             raise ValueError(f"descriptor {position} was already taken")
         return fd
+
+    def __iter__(self) -> Iterator[int]:
+        """Look at each descriptor without taking it."""
+        return (self[position] for position in range(len(self._fds)))
 
     def take(self, position: int) -> int:
         """Hand the descriptor over: the caller closes it from now on."""

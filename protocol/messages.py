@@ -20,6 +20,8 @@ PROTOCOL_VERSION = 1
 CLIENT_BODY_MAX_BYTES = 64 * 1024
 DAEMON_BODY_MAX_BYTES = 1024 * 1024
 GRANT_FDS_MAX = 64
+GRANT_SEGMENTS_MAX = GRANT_FDS_MAX - 2
+"""Beside the manifest, and the process whose memory they may be."""
 GENERATIONS_MAX = 64
 """That one daemon holds at a time."""
 WAIT_MAX_S = 24 * 3600.0
@@ -158,8 +160,9 @@ class SegmentInfo(Message):
 
 
 class Grant(Message):
-    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order. As the answer
-    to :class:`Resume` it carries none: the client has them.
+    """The weights. Carries ``1 + len(segments)`` descriptors: the manifest, then each segment in order; and, where the
+    segments are a process's memory, that process. As the answer to :class:`Resume` it carries none: the client has
+    them.
 
     ``version`` is the best known; ``receipts_version`` is the one that stood in before the content digest was known, so
     that two ranks that attached on either side of that moment still have one thing to compare.
@@ -171,7 +174,7 @@ class Grant(Message):
     nonce: Hex32
     manifest_sha256: Hex64
     manifest_nbytes: Count
-    segments: Annotated[tuple[SegmentInfo, ...], Field(strict=False, max_length=GRANT_FDS_MAX - 1)]
+    segments: Annotated[tuple[SegmentInfo, ...], Field(strict=False, max_length=GRANT_SEGMENTS_MAX)]
     resident_nbytes: Count
     """What the segments take of the memory, of a GPU's in whole pages: what an engine leaves out of its own budget."""
     accounting: AccountingCounts

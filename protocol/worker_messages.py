@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from weightcached.protocol.messages import (
+    BUCKETS_MAX,
     DAEMON_BODY_MAX_BYTES,
-    GRANT_FDS_MAX,
+    GRANT_SEGMENTS_MAX,
     AccountingCounts,
     Count,
     Dialect,
@@ -27,7 +28,7 @@ from weightcached.protocol.messages import (
 JOB_BODY_MAX_BYTES = 32 * 1024 * 1024
 
 
-LoadStrategy = Literal["auto", "read", "prefetch", "direct", "mmap"]
+LoadStrategy = Literal["auto", "read", "prefetch", "direct", "gds", "mmap"]
 """How bytes get from files into segments; what each is for is the loader's to say."""
 
 
@@ -62,7 +63,7 @@ class Job(Message):
 class Planned(Message):
     """Headers read, plan proven. Nothing is allocated yet: the keeper decides whether there is room."""
 
-    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False)]
+    segments_nbytes: Annotated[tuple[Count, ...], Field(strict=False, min_length=1, max_length=GRANT_SEGMENTS_MAX)]
     bytes_to_read: Count
     receipts: Hex64 | None
     """``None`` where a snapshot is loaded and the checkpoint's weights are not there to be seen."""
@@ -77,8 +78,9 @@ class Planned(Message):
 
 
 class Memory(Message):
-    """Carries one writable descriptor per segment, and for a push a readable one per bucket after them. ``version`` and
-    ``receipts_version`` go into the manifest, unless a trainer assigns others.
+    """Carries one writable descriptor per segment (its blank card, where the memory is the worker's to allocate), and
+    for a push a readable one per bucket after them. ``version`` and ``receipts_version`` go into the manifest, unless a
+    trainer assigns others.
     """
 
     version: ShortText
@@ -95,7 +97,10 @@ class Progress(Message):
 
 
 class Done(Message):
-    """Every segment is filled and unmapped; carries the sealed manifest's descriptor."""
+    """Every segment is filled, and unmapped where it was mapped; carries the sealed manifest's descriptor.
+
+    A worker whose own memory the segments are stays then, as their holder, until the keeper closes the connection.
+    """
 
     manifest_nbytes: Count
     resident_nbytes: Count
@@ -123,7 +128,7 @@ KEEPER_TO_WORKER = Dialect(
     "keeper to worker",
     {1: Job, 2: Memory},
     body_max_bytes=JOB_BODY_MAX_BYTES,
-    fds_max=GRANT_FDS_MAX,
+    fds_max=GRANT_SEGMENTS_MAX + BUCKETS_MAX,
     items_max=4 * 1024 * 1024,
     list_max=4 * 1024 * 1024,
 )

@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightcached.client.stale import STALE_EXIT, end_process
+from weightcached.client.stale import STALE_EXIT, end_stale
 from weightcached.protocol.errors import ReadersInside, SwapFailed, WeightCacheError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Following:
                 self._follower.nudge()  # the answers under way end at some time
             except WeightCacheError as error:
                 if isinstance(error, SwapFailed) and not error.intact:
-                    end_process(f"the weights are lost, and this process ends with status {STALE_EXIT}: {error}")
+                    end_stale(f"the weights are lost, and this process ends with status {STALE_EXIT}: {error}")
                 self._error = str(error)
                 refused = None if published is None else published.generation
                 _log.warning("the weights in use are kept: %s", error)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from weightcached.loader.device import DeviceSegment
+from weightcached.loader.device import DeviceSegments
 from weightcached.loader.engines.moving import dense, is_on_gpu
 from weightcached.loader.engines.state import PlacedTensor
 from weightcached.protocol.memory.cuda import driver
@@ -36,10 +36,10 @@ PROGRESS_EVERY_S = 0.1
 
 
 def copy_onto(
-    places: Sequence[PlacedTensor], segment: DeviceSegment, progress: Callable[[int, int], None]
+    places: Sequence[PlacedTensor], segment: DeviceSegments, progress: Callable[[int, int], None]
 ) -> dict[str, bytes]:
-    """Copy every tensor to its place in ``segment``, which nobody has entered yet, with a few threads. Name → XXH3-128
-    of the bytes of its place. Blocks until all of it is there.
+    """Copy every tensor to its place in ``segment``, which is one and which nobody has entered yet, with a few threads.
+    Name → XXH3-128 of the bytes of its place. Blocks until all of it is there.
 
     Raises DeviceFailed, InsufficientMemory where the host has nothing to pin or the GPU no room for a copy.
     """
@@ -86,7 +86,7 @@ class _Work:
                 self._progress(self._done, self._total)
 
 
-def _copy_some(work: _Work, segment: DeviceSegment) -> None:
+def _copy_some(work: _Work, segment: DeviceSegments) -> None:
     with segment.port(SLAB_NBYTES) as port, _Reading(port.stream) as reading:
         for one in work:
             if not one.nbytes:
@@ -96,7 +96,7 @@ def _copy_some(work: _Work, segment: DeviceSegment) -> None:
                 source = dense(one)
                 if source.data_ptr() != one.tensor.data_ptr():
                     driver.call("cuCtxSynchronize", asked="the end of closing a tensor's gaps")
-                address = segment.place(one.offset, one.nbytes)
+                address = segment.place(0, one.offset, one.nbytes)
                 port.stream.copy_within(address, source.data_ptr(), one.nbytes)
                 digest = reading.digest(address, one.nbytes)
             else:
@@ -108,9 +108,9 @@ def _staged(data: memoryview, offset: int, port: Port) -> bytes:
     hasher = xxhash.xxh3_128()
     for start in range(0, len(data), SLAB_NBYTES):
         piece = data[start : start + SLAB_NBYTES]
-        room = port.lend(offset + start, len(piece))
+        room = port.lend(0, offset + start, len(piece))
         if room is None:
-            port.write(piece, offset + start)
+            port.write(piece, 0, offset + start)
             hasher.update(piece)
             continue
         room.memory[:] = piece

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from weightcached.loader.destination import Destination, Target
+from weightcached.loader.destination import Target, descriptors
 from weightcached.loader.engines.moving import copy_to, move, place_of
 from weightcached.loader.engines.returned import require_built
 from weightcached.loader.engines.state import PlacedTensor, place_state
@@ -80,8 +80,10 @@ class EngineState:
         :func:`build_state` does.
         """
         seconds = dict(self._seconds)
-        if isinstance(segment, int):
-            with closing(host.map_shared(segment, nbytes=self.segment_nbytes)) as mapping:
+        fds = descriptors(segment)
+        if fds is not None:
+            (fd,) = fds
+            with closing(host.map_shared(fd, nbytes=self.segment_nbytes)) as mapping:
                 self._fill(seconds, into=mapping.view())
                 with _timed(seconds, "copy"):
                     digests = _copied(self._places, mapping.view(), progress)
@@ -246,12 +248,12 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _copied_onto(
-    places: Sequence[PlacedTensor], segment: Destination, progress: Callable[[int, int], None]
+    places: Sequence[PlacedTensor], segment: Target, progress: Callable[[int, int], None]
 ) -> dict[str, bytes]:
-    from weightcached.loader.device import DeviceSegment
+    from weightcached.loader.device import DeviceSegments
     from weightcached.loader.engines.onto_device import copy_onto
 
-    if not isinstance(segment, DeviceSegment):
+    if not isinstance(segment, DeviceSegments):
         raise TypeError(f"nobody has said how to copy an engine's state to {segment}")
     return copy_onto(places, segment, progress)
 

@@ -1,6 +1,6 @@
 """The generation that is served while another is pushed: its table, and for partial pushes its bytes.
 
-Owns read-only mappings of its segment until closed. What a push keeps is taken from here, place by place: both
+Owns read-only mappings of its segments until closed. What a push keeps is taken from here, place by place: both
 generations have the same layout, which is checked before anything is allocated.
 """
 
@@ -33,7 +33,7 @@ class Base:
         self._kind = kind_of(config)
         self._copies_in_kernel = self._kind is host
         self._lock = threading.Lock()
-        self._mapping: SegmentMapping | None = None
+        self._mappings: dict[int, SegmentMapping] = {}
 
     def require_same_layout(self, placement: Placement, config: CacheConfig, *, model_dir: str) -> None:
         """Raises PushMismatch unless the headers' plan puts everything where it lies now: engines change over from one
@@ -41,40 +41,47 @@ class Base:
         """
         if self._meta.fingerprint != config.fingerprint:
             raise _other_layout("config", self._meta.fingerprint, config.fingerprint, model_dir)
-        if self._meta.segments_nbytes != (placement.segment_nbytes,):
-            raise _other_layout("size", self._meta.segments_nbytes, (placement.segment_nbytes,), model_dir)
+        if self._meta.segments_nbytes != placement.segments_nbytes:
+            raise _other_layout("size", self._meta.segments_nbytes, placement.segments_nbytes, model_dir)
         if len(self.rows) != len(placement.placed):
             raise _other_layout("number of parameters", len(self.rows), len(placement.placed), model_dir)
         for placed in placement.placed:
             one, row = placed.parameter, self.rows.get(placed.parameter.name)
-            planned = (placed.offset, placed.nbytes, one.dtype, one.shape, contiguous_stride(one.shape), one.alias_of)
-            there = row and (row.offset, row.nbytes, row.dtype, row.shape, row.stride, row.alias_of)
+            form = (one.dtype, one.shape, contiguous_stride(one.shape), one.alias_of)
+            planned = (placed.segment, placed.offset, placed.nbytes, *form)
+            there = row and (row.segment, row.offset, row.nbytes, row.dtype, row.shape, row.stride, row.alias_of)
             if there != planned:
                 raise _other_layout(f"place of {one.name}", there, planned, model_dir)
 
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of its segment."""
+    def read(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a segment of its."""
         with self._lock:
-            if self._mapping is None:  # not before somebody wants it: a device's is mapped while its context is current
-                self._mapping = self._kind.map_readonly(self._fds[0], nbytes=self._meta.segments_nbytes[0])
-            return self._mapping.view()[offset : offset + nbytes]
+            mapping = self._mappings.get(segment)
+            if mapping is None:  # not before somebody wants it: a device's is mapped while its context is current
+                mapping = self._kind.map_readonly(self._fds[segment], nbytes=self._meta.segments_nbytes[segment])
+                self._mappings[segment] = mapping
+            return mapping.view()[offset : offset + nbytes]
 
-    def copy(self, offset: int, nbytes: int, destination: Destination, port: Port, segment: int | None) -> None:
-        """The same bytes to the same place of another segment; ``segment`` is its descriptor where it is a host's."""
+    def copy(
+        self, segment: int, offset: int, nbytes: int, destination: Destination, port: Port, fds: Sequence[int] | None
+    ) -> None:
+        """The same bytes to the same place of what ``destination`` fills; ``fds`` are its segments' where these are a
+        host's.
+        """
         for start in range(offset, offset + nbytes, _PIECE_NBYTES):
             count = min(_PIECE_NBYTES, offset + nbytes - start)
-            destination.prepare(start, start + count)
-            if not self._copied_in_kernel(start, count, segment):
-                port.write(self.read(start, count), start)
+            destination.prepare(segment, start, start + count)
+            if not self._copied_in_kernel(segment, start, count, fds):
+                port.write(self.read(segment, start, count), segment, start)
 
-    def _copied_in_kernel(self, start: int, count: int, segment: int | None) -> bool:
+    def _copied_in_kernel(self, segment: int, start: int, count: int, fds: Sequence[int] | None) -> bool:
         """From memory to memory without a page table in between, where the kernel has that."""
-        if segment is None or not self._copies_in_kernel:
+        if fds is None or not self._copies_in_kernel:
             return False
         try:
             done = 0
             while done < count:
-                done += os.copy_file_range(self._fds[0], segment, count - done, start + done, start + done)
+                done += os.copy_file_range(self._fds[segment], fds[segment], count - done, start + done, start + done)
         except OSError as error:
             if error.errno not in _NO_COPY_HERE:
                 raise
@@ -84,8 +91,8 @@ class Base:
 
     def close(self) -> None:
         """Unmap. No view may be left."""
-        if self._mapping is not None:
-            self._mapping.close()
+        for mapping in self._mappings.values():
+            mapping.close()
 
 
 def _other_layout(what: str, served: object, planned: object, model_dir: str) -> PushMismatch:

@@ -12,15 +12,16 @@ from typing import Protocol
 
 import xxhash
 
-from weightcached.loader.destination import Destination, Port
+from weightcached.loader.bench import HostBench, bench_of
+from weightcached.loader.destination import Destination, Output, Port
 from weightcached.loader.layout import Placed
-from weightcached.loader.quantize import Output, Transforms, measure
+from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.slabs import SLAB_NBYTES, slabs
 from weightcached.protocol.dtypes import itemsize_bytes
 
 
-class Segment(Protocol):
-    """What is filled: its memory, and what belongs together there."""
+class Segments(Protocol):
+    """What is filled: their memory, and what belongs together there."""
 
     @property
     def destination(self) -> Destination: ...
@@ -29,27 +30,27 @@ class Segment(Protocol):
 
 
 class Finishing:
-    """``port`` is the thread's own into the segment's destination."""
+    """``port`` is the thread's own into the segments' destination."""
 
-    def __init__(self, segment: Segment, port: Port) -> None:
-        self._segment = segment
+    def __init__(self, segments: Segments, port: Port) -> None:
+        self._segments = segments
         self._port = port
-        self._places: dict[str, int] = {}
-        self._transforms = Transforms(lambda name, offset, nbytes: self._port.lend(self._places[name] + offset, nbytes))
-        self._apart = Transforms(lambda _name, _offset, _nbytes: None)
+        self._places: dict[str, Placed] = {}
+        self._transforms = Transforms(bench_of(port, self._spot))
+        self._apart = Transforms(HostBench(None, self._spot))
 
     def finish(self, placed: Placed, source: memoryview) -> dict[str, bytes]:
         """Write what becomes of ``source``; the digests of the parameter and of all that its quantization made."""
-        made = self._segment.made_with(placed.parameter.name)
-        self._places = {one.parameter.name: one.offset for one in made}
+        made = self._segments.made_with(placed.parameter.name)
+        self._places = {one.parameter.name: one for one in made}
         hashers = {one.parameter.name: xxhash.xxh3_128() for one in made}
         for one in made:
-            self._segment.destination.prepare(one.offset, one.offset + one.nbytes)
+            self._segments.destination.prepare(one.segment, one.offset, one.offset + one.nbytes)
         for output in _outputs(placed, source, self._transforms):
             if output.room is not None:
                 output.room.filled()
             else:
-                self._port.write(output.data, self._places[output.name] + output.offset)
+                self._port.write(output.data, *self._spot(output.name, output.offset))
             hashers[output.name].update(output.data)
             if output.room is not None:
                 output.room.digested()
@@ -65,11 +66,16 @@ class Finishing:
     def write(self, placed: Placed, final: memoryview) -> dict[str, bytes]:
         """Write a parameter that is finished, and its digest."""
         hasher = xxhash.xxh3_128()
-        self._segment.destination.prepare(placed.offset, placed.offset + placed.nbytes)
+        self._segments.destination.prepare(placed.segment, placed.offset, placed.offset + placed.nbytes)
         for start in range(0, placed.nbytes, SLAB_NBYTES):
-            self._port.write(final[start : start + SLAB_NBYTES], placed.offset + start)
+            self._port.write(final[start : start + SLAB_NBYTES], placed.segment, placed.offset + start)
             hasher.update(final[start : start + SLAB_NBYTES])
         return {placed.parameter.name: hasher.digest()}
+
+    def _spot(self, name: str, offset: int) -> tuple[int, int]:
+        """Where a byte of what is being finished is: in which segment, and where there."""
+        placed = self._places[name]
+        return placed.segment, placed.offset + offset
 
 
 def _outputs(placed: Placed, source: memoryview, transforms: Transforms) -> Iterator[Output]:

@@ -1,4 +1,4 @@
-"""From pieces in buckets to a filled segment: every piece checked, brought to its place, and digested where it lies.
+"""From pieces in buckets to filled segments: every piece checked, brought to its place, and digested where it lies.
 
 Owns the bytes' way. Any number of threads deliver pieces, each with a port of its own into the destination; which
 pieces may come is the ledger's to say, before. What a failed push has written is of no use.
@@ -41,14 +41,14 @@ class Delivery:
 
 
 class Receiving:
-    """``segment``: its descriptor where it is a host's. All threads share this."""
+    """``segments``: their descriptors where they are a host's. All threads share this."""
 
-    def __init__(self, placement: Placement, destination: Destination, segment: int | None) -> None:
+    def __init__(self, placement: Placement, destination: Destination, segments: Sequence[int] | None) -> None:
         self.destination = destination
-        self.segment = segment
+        self.segments = segments
         self.pool = Pool()
         self._fillings = {
-            number: Filling.of(placed, on_host=segment is not None)
+            number: Filling.of(placed, on_host=segments is not None)
             for number, placed in enumerate(placement.placed)
             if placed.parameter.alias_of is None and placed.parameter.produced_by is None
         }
@@ -137,19 +137,19 @@ class Deliverer:
         placed = filling.placed
         first = reach(target, placed.parameter.shape)[0] * itemsize_bytes(placed.parameter.dtype)
         nbytes = len(piece.data)
-        self._all.destination.prepare(placed.offset + first, placed.offset + first + nbytes)
+        self._all.destination.prepare(placed.segment, placed.offset + first, placed.offset + first + nbytes)
         mine = filling.claim(first)
         for start in range(0, nbytes, CHUNK_NBYTES):
             source = piece.data[start : start + CHUNK_NBYTES]
             at = placed.offset + first + start
-            room = self._port.lend(at, len(source))
+            room = self._port.lend(placed.segment, at, len(source))
             chunk = self._chunk[: len(source)] if room is None else room.memory
             _move(chunk, source)
             hasher.update(chunk)
             if mine:
                 filling.hasher.update(chunk)
             if room is None:
-                self._port.write(chunk, at)
+                self._port.write(chunk, placed.segment, at)
         if mine:
             filling.release(nbytes)
         return hasher.digest()
@@ -167,7 +167,7 @@ class Deliverer:
             for number in range(source.count):
                 start = source.offset + number * source.pitch
                 at = placed.offset + goal.offset + number * goal.pitch
-                self._port.write(data[start : start + source.length], at)
+                self._port.write(data[start : start + source.length], placed.segment, at)
 
     def _assemble(
         self, filling: Filling, copy: Copy, piece: Delivery, data: memoryview, part: Box, target: Box
@@ -205,9 +205,9 @@ class Deliverer:
         placed = filling.placed
         for start in range(filling.hashed, placed.nbytes, CHUNK_NBYTES):
             count = min(CHUNK_NBYTES, placed.nbytes - start)
-            room = self._port.lend(placed.offset + start, count)
+            room = self._port.lend(placed.segment, placed.offset + start, count)
             if room is None:
-                _read(self._all.segment, self._chunk[:count], placed.offset + start)
+                _read(self._all.segments, placed.segment, self._chunk[:count], placed.offset + start)
             filling.hasher.update(self._chunk[:count] if room is None else room.memory)
         return filling.hasher.digest()
 
@@ -236,7 +236,7 @@ class Deliverer:
         elif filling.straight:
             for copy in missing:
                 for start, nbytes in _ranges(copy.destination, parameter.shape, itemsize_bytes(parameter.dtype)):
-                    self._copy(base, placed.offset + start, nbytes)
+                    self._copy(base, placed.segment, placed.offset + start, nbytes)
             self._all.finished({parameter.name: self._hashed_whole(filling)})
         else:
             self._keep_parts(filling, base, [copy.destination for copy in missing])
@@ -245,7 +245,7 @@ class Deliverer:
         name = filling.placed.parameter.name
         digests = {}
         for placed in self._all.made_with(name):
-            self._copy(base, placed.offset, placed.nbytes)
+            self._copy(base, placed.segment, placed.offset, placed.nbytes)
             digests[placed.parameter.name] = base.rows[placed.parameter.name].digest
         self._all.finished(digests)
 
@@ -256,7 +256,7 @@ class Deliverer:
         itemsize = itemsize_bytes(placed.parameter.dtype)
         shape = placed.parameter.shape
         final = self._finishing.converted(placed, memory)
-        there = elements_of(base.read(placed.offset, placed.nbytes), itemsize, shape)
+        there = elements_of(base.read(placed.segment, placed.offset, placed.nbytes), itemsize, shape)
         whole = elements_of(final, itemsize, shape)
         for box in boxes:
             whole[slices(box)] = there[slices(box)]
@@ -265,8 +265,8 @@ class Deliverer:
         filling.memory = None
         self._all.pool.give(memory)
 
-    def _copy(self, base: Base, offset: int, nbytes: int) -> None:
-        base.copy(offset, nbytes, self._all.destination, self._port, self._all.segment)
+    def _copy(self, base: Base, segment: int, offset: int, nbytes: int) -> None:
+        base.copy(segment, offset, nbytes, self._all.destination, self._port, self._all.segments)
         self._all.kept_nbytes += nbytes
 
 
@@ -288,12 +288,12 @@ def _move(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _read(segment: int | None, buffer: memoryview, offset: int) -> None:
-    if segment is None:
+def _read(segments: Sequence[int] | None, segment: int, buffer: memoryview, offset: int) -> None:
+    if segments is None:
         raise TypeError("what goes straight to its place is a host's")
     done = 0
     while done < len(buffer):
-        got = os.preadv(segment, [buffer[done:]], offset + done)
+        got = os.preadv(segments[segment], [buffer[done:]], offset + done)
         if not got:
-            raise TransferError("the segment became shorter while it was filled", found=offset + done)
+            raise TransferError("a segment became shorter while it was filled", found=offset + done)
         done += got

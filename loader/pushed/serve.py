@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from weightcached.loader.boxes import Box
-from weightcached.loader.destination import HostSegment, Target
+from weightcached.loader.destination import Target, as_destination, descriptors
 from weightcached.loader.execute import PROGRESS_EVERY_S, Executed, Progress
 from weightcached.loader.layout import Placement
 from weightcached.loader.pushed.base import Base
@@ -47,7 +47,7 @@ THREADS = max(1, min(2, len(os.sched_getaffinity(0))))
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a push left besides the segment's bytes."""
+    """What a push left besides the segments' bytes."""
 
     executed: Executed
     pushed_nbytes: int
@@ -78,7 +78,7 @@ class Trainer:
     def receive(
         self,
         placement: Placement,
-        segment: Target,
+        segments: Target,
         buckets: Sequence[int],
         *,
         bucket_nbytes: int,
@@ -86,21 +86,20 @@ class Trainer:
         progress: Progress | None = None,
         threads: int = THREADS,
     ) -> Received:
-        """Fill ``segment``, fresh memory of the placement's size, with what comes; with ``base`` what does not is taken
-        from there. ``buckets`` are readable descriptors; they stay the caller's. Blocks for as long as the trainer
-        takes.
+        """Fill ``segments``, fresh memory of the placement's sizes, with what comes; with ``base`` what does not is
+        taken from there. ``buckets`` are readable descriptors; they stay the caller's. Blocks for as long as the
+        trainer takes.
 
         Raises StageLost when it went away, PushMismatch, TransferError, UnusableValue, InsufficientMemory, and what
         ``progress`` raises.
         """
-        on_host = segment if isinstance(segment, int) else None
-        destination = HostSegment(segment, nbytes=placement.segment_nbytes) if isinstance(segment, int) else segment
+        destination = as_destination(segments, placement.segments_nbytes)
         with ExitStack() as held:
             mappings = [held.enter_context(closing(host.map_readonly(fd, nbytes=bucket_nbytes))) for fd in buckets]
             shared = _Buckets([mapping.view() for mapping in mappings])
             held.callback(shared.views.clear)
             held.enter_context(destination)
-            receiving = Receiving(placement, destination, on_host)
+            receiving = Receiving(placement, destination, descriptors(segments))
             with Crew(receiving, threads, self._hang_up) as crew:
                 try:
                     self._take_all(shared, crew, progress)

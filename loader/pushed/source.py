@@ -28,6 +28,7 @@ from weightcached.protocol.errors import CheckpointError, ProtocolError, Unsuppo
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.worker_messages import Job, LoadStrategy, Planned, Push
 
@@ -58,7 +59,7 @@ def open_push(job: Job, push: Push, config: CacheConfig, fds: OwnedFds) -> Itera
 def _prepared(job: Job, config: CacheConfig) -> Prepared:
     try:
         with open_checkpoint(job.model_dir, also_trusted=job.trusted_filesystems) as checkpoint:
-            return pipeline.prepare(checkpoint, config)
+            return pipeline.prepare(checkpoint, config, segment_max_nbytes=kind_of(config).segment_max_nbytes)
     except CheckpointError as error:
         raise CheckpointError(
             "what is pushed is planned from the headers of the daemon's checkpoint, which cannot be had",
@@ -86,8 +87,8 @@ class PushedSource:
         self._push = push
         self._table = pushables(prepared.placement, prepared.headers)
         self._trainer = Trainer(connection, self._table)
-        self.segment_nbytes = prepared.placement.segment_nbytes
-        self.uses_torch = any(placed.parameter.transform is not None for placed in prepared.placement.placed)
+        self.segments_nbytes = prepared.placement.segments_nbytes
+        self.uses_torch = prepared.placement.transforms
         self.buckets: Sequence[int] = ()
         """Readable descriptors, from whoever was given them; they have to be there before :meth:`fill`."""
         self._accounting = plan.accounting
@@ -95,7 +96,7 @@ class PushedSource:
     def planned(self) -> Planned:
         accounting = self._accounting
         return planned(
-            self.segment_nbytes,
+            self.segments_nbytes,
             None,
             bytes_to_read=sum(one.nbytes for one in self._table),
             accounting=AccountingCounts(
@@ -106,11 +107,11 @@ class PushedSource:
             ),
         )
 
-    def fill(self, segment: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         started_s = time.perf_counter()
         received = self._trainer.receive(
             self._prepared.placement,
-            segment,
+            segments,
             self.buckets,
             bucket_nbytes=self._push.bucket_nbytes,
             base=self._base,

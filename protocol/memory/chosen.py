@@ -7,12 +7,12 @@ identity that is compared, written down and sent. An ordinal never leaves the pr
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from weightcached.protocol.errors import InvalidOption
 
-Memory = Literal["host", "cuda-vmm"]
+Memory = Literal["host", "cuda-vmm", "cuda-ipc"]
 
 CPU = "cpu"
 GPU_PREFIX = "gpu-"
@@ -28,6 +28,8 @@ class Chosen:
 
     memory: Memory
     device: str
+    reason: str = field(default="the device's own kind", compare=False)
+    """Why this kind, for a log."""
 
     @property
     def option(self) -> str:
@@ -39,21 +41,29 @@ HOST = Chosen("host", CPU)
 
 
 def chosen(device: str, memory: str | None = None) -> Chosen:
-    """What these options mean; ``memory`` is by default the device's own kind.
+    """What these options mean. Without ``memory`` it is the device's own kind: of a GPU ``cuda-vmm``, and ``cuda-ipc``
+    where the device or its driver says that it cannot do that. Both sides ask the same device, so they agree.
 
-    A whole UUID is believed, and found out about when the device is used; anything less asks the driver. Raises
-    InvalidOption, and DeviceAbsent for a GPU that this process does not see.
+    A whole UUID with a ``memory`` is believed, and found out about when the device is used; anything less asks the
+    driver. Raises InvalidOption, and DeviceAbsent for a GPU that this process does not see.
     """
     word, _, which = device.partition(":")
     if device != CPU and word != "cuda":
         raise InvalidOption("unusable device", expected=DEVICE_SPELLINGS, found=device)
-    kind = memory if memory is not None else "host" if device == CPU else "cuda-vmm"
-    if kind not in get_args(Memory) or (kind == "host") != (device == CPU):
+    if memory is not None and (memory not in get_args(Memory) or (memory == "host") != (device == CPU)):
         expected = "host" if device == CPU else ", ".join(one for one in get_args(Memory) if one != "host")
-        raise InvalidOption(f"unusable memory kind on {device}", expected=expected, found=kind)
-    if kind == "host":
+        raise InvalidOption(f"unusable memory kind on {device}", expected=expected, found=memory)
+    if device == CPU:
         return HOST
-    return Chosen(kind, GPU_PREFIX + _uuid(which if ":" in device else None))  # type: ignore[arg-type]  # checked
+    uuid = _uuid(which if ":" in device else None)
+    if memory is not None:
+        return Chosen(memory, GPU_PREFIX + uuid, "it was asked for")  # type: ignore[arg-type]  # checked
+    from weightcached.protocol.memory.cuda import devices
+
+    obstacle = devices.why_no_descriptors(devices.find(uuid))
+    if obstacle is None:
+        return Chosen("cuda-vmm", GPU_PREFIX + uuid)
+    return Chosen("cuda-ipc", GPU_PREFIX + uuid, obstacle)
 
 
 def _uuid(which: str | None) -> str:

@@ -10,63 +10,27 @@ to: like any process of the daemon's uid, it is trusted.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import os
 import stat
 
-from weightcached.protocol.errors import (
-    DeviceAbsent,
-    DeviceFailed,
-    InsufficientMemory,
-    SwapFailed,
-    SwapRefused,
-    TransferError,
-    WeightCacheError,
-)
-from weightcached.protocol.memory.admission import Room
-from weightcached.protocol.memory.cuda import devices, driver, mappings, nvml, physical
-from weightcached.protocol.memory.cuda.context import Context, Stream
+from weightcached.protocol.errors import DeviceFailed, SwapFailed, SwapRefused, TransferError, WeightCacheError
+from weightcached.protocol.memory.cuda import driver, mappings, physical
+from weightcached.protocol.memory.cuda.context import Context
+from weightcached.protocol.memory.on_device import DeviceBytes, OnDevice, as_array
 
 _SAID_OF_DESCRIPTORS = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE"})
 
 
-class CudaVmm:
-    """The kind on the GPU with this UUID, as far as this process sees it. Made without asking the driver anything."""
+class CudaVmm(OnDevice):
+    """The kind on one GPU: see :class:`OnDevice`."""
 
-    def __init__(self, uuid: str) -> None:
-        self.uuid = uuid
-
-    @functools.cached_property
-    def device(self) -> devices.Device:
-        """As this process calls it. DeviceAbsent where it does not see it."""
-        return devices.find(self.uuid)
+    dies_with_holder = False
 
     @functools.cached_property
-    def _granularity(self) -> int:
+    def page_nbytes(self) -> int:
         return physical.granularity(self.device)
-
-    def admit(self, nbytes: int) -> Room:
-        """What the device has free; InsufficientMemory, naming who holds it, where that is too little.
-
-        Without NVML all that is known is how large the device is. Allocation then decides: it takes the memory at once.
-        """
-        needed = self.resident_nbytes(nbytes)
-        try:
-            found = nvml.memory(self.uuid)
-            room = Room(f"free memory of GPU {self.uuid}", found.free_nbytes, found.total_nbytes)
-        except (DeviceAbsent, DeviceFailed):
-            total = self.device.nbytes
-            room = Room(f"all memory of GPU {self.uuid}: what is free is not known", total, total)
-        if needed > room.free_nbytes:
-            full = InsufficientMemory("the device has no room", found=f"{room.free_nbytes} bytes free")
-            raise nvml.no_room(full, asked=f"{needed} bytes on {self.uuid} ({self.device.name})", uuid=self.uuid)
-        return room
-
-    def resident_nbytes(self, nbytes: int) -> int:
-        """``nbytes`` in whole pages of the device."""
-        return physical.rounded(nbytes, self._granularity)
 
     def allocate(self, nbytes: int, *, name: str) -> int:
         """New memory, taken at once; whatever was there before is still there. Device memory has no name."""
@@ -108,7 +72,7 @@ class CudaVmm:
         return self._mapped(fd, nbytes=nbytes, writable=True)
 
     def _mapped(self, fd: int, *, nbytes: int, writable: bool) -> DeviceMapping:
-        granularity = self._granularity
+        granularity = self.page_nbytes
         allocation = self._imported(fd, nbytes=nbytes, what="a segment")
         try:
             return DeviceMapping(allocation, nbytes=nbytes, granularity=granularity, writable=writable)
@@ -241,46 +205,10 @@ class DeviceMapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """One array of bytes. Not marked read-only, though it is: torch takes no arrays that are."""
+        """One array of bytes."""
         if not self.mapped:
             raise ValueError("the mapping was closed, or is unmapped")
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
-
-
-class DeviceBytes:
-    """A mapped segment as the host sees it: a slice is a copy. Any thread may ask; each has a stream of its own.
-
-    Keeps the device's primary context, which torch uses too, for as long as it is kept.
-    """
-
-    def __init__(self, mapping: DeviceMapping) -> None:
-        self._mapping = mapping
-        self._context = Context(mapping.device)
-
-    def __len__(self) -> int:
-        return self._mapping.nbytes
-
-    def __getitem__(self, piece: slice, /) -> memoryview:
-        start, stop, step = piece.indices(len(self))
-        if step != 1:
-            raise ValueError("bytes of a device come in one piece")
-        copied = memoryview(bytearray(max(stop - start, 0)))
-        if copied:
-            with self._context.current():
-                stream = Stream()
-                try:
-                    stream.copy_out(address_of(copied), self._mapping.address + start, len(copied))
-                    stream.synchronize()
-                finally:
-                    stream.close()
-        return copied
-
-
-def address_of(memory: memoryview) -> int:
-    """Of contiguous host memory, which has to stay alive while the address is used."""
-    if not memory.readonly:
-        return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-    raise ValueError("memory that is read-only has no address here")
+        return as_array(self)
 
 
 def _of_descriptor(error: DeviceFailed, message: str) -> WeightCacheError:

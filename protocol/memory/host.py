@@ -35,8 +35,14 @@ _MREMAP_FIXED = 2
 _MREMAP_DONTUNMAP = 4
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
+dies_with_holder = False
+"""A descriptor alone keeps the memory."""
+
 LARGE_PAGE_NBYTES = 2 << 20
 """Mappings of at least this size begin at a multiple of it: large pages of the segment are then mapped as such."""
+
+segment_max_nbytes: int | None = None
+"""A memfd may be as large as there is memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -1,8 +1,9 @@
 """The interface of memory kinds: what keeper, worker and client do with a segment, whatever memory it is.
 
 Owns the interface and finding the kind that a config names. Each kind is a module of its own: ``host`` is one as it
-stands, others are objects that know their device. A segment is always a descriptor (whoever holds it holds the memory)
-until it is mapped. The manifest is no segment: it is host memory whatever the segments are.
+stands, others are objects that know their device. A segment is always a descriptor until it is mapped, and whoever has
+that holds the memory, but for the kind that dies with its holder. The manifest is no segment: it is host memory
+whatever the segments are.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class SegmentMapping(Protocol):
         """Its bytes, for the host. Keeps the mapping alive. ValueError once closed."""
 
     def revert(self) -> None:
-        """Give up whatever this process wrote there, where it can write at all."""
+        """Give up whatever this process wrote there, where it can write at all. UnsupportedModel where others have it
+        too.
+        """
 
     def populate(self) -> None:
         """Enter every page into this process's page table, where that is done page by page."""
@@ -69,6 +72,18 @@ class SegmentMapping(Protocol):
 
 class MemoryKind(Protocol):
     """How a segment of this kind is allocated, protected, handed over and mapped. Descriptors stay the caller's."""
+
+    @property
+    def dies_with_holder(self) -> bool:
+        """Whether the memory lives only as long as the process that filled it (a descriptor keeps none): that stays,
+        no vault keeps anything, and who is granted a segment watches it.
+        """
+
+    @property
+    def segment_max_nbytes(self) -> int | None:
+        """What a segment may be at most; None: as much as there is memory. With the layout it decides every place, so
+        it is the same for equal configs.
+        """
 
     def admit(self, nbytes: int) -> Room:
         """The tightest limit, if ``nbytes`` of segments fit under it; InsufficientMemory if not."""
@@ -99,6 +114,11 @@ def kind_of(config: CacheConfig) -> MemoryKind:
     """The kind of the memory that ``config`` is about, on its device. Asks no driver anything."""
     if config.memory == "host":
         return host
+    uuid = config.device.removeprefix(GPU_PREFIX)
+    if config.memory == "cuda-ipc":
+        from weightcached.protocol.memory import cuda_ipc
+
+        return cuda_ipc.kind_on(uuid)
     from weightcached.protocol.memory import cuda_vmm
 
-    return cuda_vmm.kind_on(config.device.removeprefix(GPU_PREFIX))
+    return cuda_vmm.kind_on(uuid)

@@ -1,7 +1,7 @@
 """The command: chosen benchmarks, one after the other, their tables as they come, and the results in files.
 
-    python -m tests.benchmarks [attach|load|plan|push|reads|restart|shards|swap|touch|update …] [--quick] [--gib G]
-                               [--rounds N] [--no-settle] [--dir DIR] [--out DIR]
+    python -m tests.benchmarks [attach|holder|load|plan|push|reads|restart|shards|swap|touch|update …]
+                               [--quick] [--gib G] [--rounds N] [--no-settle] [--dir DIR] [--out DIR]
 
 Exit codes: 0 all ran (met targets or not) · 1 one could not run · 130 interrupted.
 """
@@ -21,7 +21,7 @@ from tests.benchmarks.fresh import ROOT
 from tests.benchmarks.outcome import Outcome, Settings
 from tests.benchmarks.workspace import Workspace
 
-BENCHMARKS = ("attach", "load", "plan", "push", "reads", "restart", "shards", "swap", "touch", "update")
+BENCHMARKS = ("attach", "holder", "load", "plan", "push", "reads", "restart", "shards", "swap", "touch", "update")
 
 
 def main(argv: Sequence[str]) -> int:

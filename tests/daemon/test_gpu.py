@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import REAL, start
 from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
 from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
@@ -27,6 +29,7 @@ from weightcached.protocol.command_line import USAGE_EXIT
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory.cuda import physical
 from weightcached.protocol.peers import AllowList
 
 
@@ -380,3 +383,83 @@ def test_a_gpu_that_is_not_there_is_said_at_the_start(fake_cuda: FakeCuda, model
     assert served.process.wait(60) == 1
     served.log.join()
     assert "does not see the device" in served.log.lines[-1]
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of some pages of the device: none of its parameters fills one, and all together take several."""
+    return tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=256, vocab_size=2048, intermediate_size=1024)
+
+
+def test_a_shard_in_several_segments_is_served_verified_adopted_and_resumed(
+    fake_cuda: FakeCuda, large_model: Path, runtime_dir: Path
+) -> None:
+    """The whole life where one allocation may be a page at most: each segment is one descriptor in grant and vault."""
+    limit: dict[str, Any] = {physical.LARGEST_VARIABLE: str(GRANULARITY)}
+    expected = digests_from_disk(large_model)
+    with gpu_daemon(fake_cuda, large_model, runtime_dir, "--verify-on-adopt", supervised=True, **limit) as served:
+        first = served.wait_until("ready")
+        segments = len(fake_cuda.memory())
+        assert segments > 2
+        assert first.resident_nbytes == segments * GRANULARITY == fake_cuda.used_nbytes()
+        with gpu_engine(fake_cuda, large_model, runtime_dir, device="cuda") as engine:
+            assert engine.answer()["resident_bytes"] == first.resident_nbytes
+            assert engine.ask("digests") == expected
+            assert engine.ask("differing") == []
+            verified = ["verify", str(large_model), "--runtime-dir", str(runtime_dir), "--device", "cuda", "--json"]
+            answer = subprocess.run(
+                [*REAL, *verified], cwd=ROOT, env={**os.environ, **fake_cuda.environment}, stdout=subprocess.PIPE
+            )
+            assert answer.returncode == 0
+            addresses = engine.ask("addresses")
+            seen = len(served.log.lines)
+            served.kill_keeper()
+            again = served.wait_ready_again(seen)
+            assert (again.generation, again.bytes_read, again.adoptions) == (first.generation, 0, 1)
+            served.wait_logged("verified", first=seen)
+            engine.ask("unmap")
+            engine.ask("remap")
+            assert engine.ask("addresses") == addresses
+            assert engine.ask("digests") == expected
+        with gpu_engine(fake_cuda, large_model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            assert engine.ask("digests") == expected
+        assert fake_cuda.used_nbytes() == first.resident_nbytes
+    with gpu_engine(fake_cuda, large_model, runtime_dir.parent / "none", device="cuda", environment=limit) as engine:
+        assert engine.answer() | {"generation": "", "version": ""} == {
+            "source": "disk",
+            "generation": "",
+            "version": "",
+            "resident_bytes": first.resident_nbytes,
+            "names": len(expected),
+        }
+        assert engine.ask("digests") == expected
+
+
+def test_a_parameter_that_no_segment_holds_fails_the_load_for_good_and_is_named(
+    fake_cuda: FakeCuda, runtime_dir: Path, tmp_path: Path
+) -> None:
+    model = tiny_llama(tmp_path, hidden_size=256, vocab_size=8192)
+    limit: dict[str, Any] = {physical.LARGEST_VARIABLE: str(GRANULARITY)}
+    with gpu_daemon(fake_cuda, model, runtime_dir, **limit) as served:
+        report = served.wait_until("failed")
+        assert "lm_head.weight is larger than a segment" in str(report.last_error)
+        assert fake_cuda.used_nbytes() == 0
+
+
+def test_a_daemon_reads_past_the_host_where_it_is_told_to_and_can(
+    fake_cuda: FakeCuda, large_model: Path, runtime_dir: Path
+) -> None:
+    """With a stand-in for kvikio (tests/fakekvikio); without one, what was asked for is an error."""
+    asked = ("--load-strategy", "gds")
+    with gpu_daemon(fake_cuda, large_model, runtime_dir, *asked) as served:
+        report = served.wait_until("failed")
+        assert "kvikio cannot be imported" in str(report.last_error)
+    with gpu_daemon(
+        fake_cuda, large_model, runtime_dir, *asked, PYTHONPATH=str(ROOT / "tests" / "fakekvikio")
+    ) as served:
+        served.wait_until("ready")
+        with gpu_engine(fake_cuda, large_model, runtime_dir, device="cuda") as engine:
+            engine.answer()
+            assert engine.ask("digests") == digests_from_disk(large_model)
+            assert engine.ask("differing") == []

@@ -24,12 +24,21 @@ from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import TIMEOUT_S, Daemon, daemon, scripted_daemon, supervised_daemon
 from tests.support.plain import tensors_of
 from tests.support.resources import open_fds
-from tests.support.staging import await_change, begin_push, decide, describe, drop, push_begun
+from tests.support.staging import (
+    await_change,
+    begin_push,
+    decide,
+    describe,
+    drop,
+    finish,
+    push_all,
+    push_begun,
+)
 from tests.support.unprivileged import NOBODY, command_as
 from weightcached.client import attach
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given
-from weightcached.protocol.assigned import assigned_version, is_assigned
+from weightcached.protocol.assigned import is_assigned
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     DaemonUnreachable,
@@ -67,19 +76,6 @@ def whole(push: RankPush, name: str, tensors: Mapping[str, torch.Tensor]) -> tup
 def push_and_finish(push: RankPush, tensors: Mapping[str, torch.Tensor]) -> str:
     push_all(push, tensors)
     return finish(push)
-
-
-def push_all(push: RankPush, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        for box in push.boxes(name):
-            push.push(name, Given(push.table[name], tensor, tuple(slice(0, extent) for extent in tensor.shape)), box)
-
-
-def finish(push: RankPush) -> str:
-    push.finish()
-    version = assigned_version(push.staged.base_version, {push.place.device: push.filled().resident})
-    push.assign(version)
-    return version
 
 
 def test_what_was_pushed_is_served_once_it_is_committed(served: Daemon) -> None:

@@ -57,6 +57,13 @@ struct range *range_new(enum kind kind, uintptr_t at, size_t nbytes, int device,
     abort(); /* a test with thousands of ranges wants a larger table */
 }
 
+struct range *range_of(enum kind kind, const char *file) {
+    for (int i = 0; i < RANGES_MAX; i++)
+        if (ranges[i].kind == kind && !strcmp(ranges[i].file, file))
+            return &ranges[i];
+    return NULL;
+}
+
 struct range *range_around(enum kind kind, uintptr_t at, size_t n) {
     for (int i = 0; i < RANGES_MAX; i++)
         if (ranges[i].kind == kind && ranges[i].at <= at && n <= ranges[i].nbytes &&
@@ -248,6 +255,18 @@ static Result cuDeviceTotalMem(size_t *nbytes, int device) {
     return SUCCESS;
 }
 
+enum { HAS_VIRTUAL_MEMORY = 102, HAS_DESCRIPTORS = 103 };
+
+static Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    CALL("cuDeviceGetAttribute", INITIALISED);
+    if (unseen(device))
+        return INVALID_DEVICE;
+    if (attribute != HAS_VIRTUAL_MEMORY && attribute != HAS_DESCRIPTORS)
+        return INVALID_VALUE;
+    *value = !state_quirk(attribute == HAS_VIRTUAL_MEMORY ? "no-virtual-memory" : "no-descriptors");
+    return SUCCESS;
+}
+
 /* ---- contexts ---- */
 
 static Result cuDevicePrimaryCtxRetain(struct context **given, int device) {
@@ -338,6 +357,7 @@ static const struct entry own_entries[] = {ENTRY(cuInit),
                                            ENTRY(cuDeviceGetUuid),
                                            ENTRY(cuDeviceGetName),
                                            ENTRY(cuDeviceTotalMem),
+                                           ENTRY(cuDeviceGetAttribute),
                                            ENTRY(cuDevicePrimaryCtxRetain),
                                            ENTRY(cuDevicePrimaryCtxRelease),
                                            ENTRY(cuCtxPushCurrent),

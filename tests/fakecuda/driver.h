@@ -37,6 +37,7 @@ struct range {
     size_t nbytes;
     enum access access;
     int device;
+    int times; /* of an OPENED one: so often it was opened here, and has to be closed */
     char file[PATH_NBYTES];
 };
 
@@ -67,6 +68,7 @@ void leave(int *inside);
 struct context *current(void);
 struct range *range_new(enum kind kind, uintptr_t at, size_t nbytes, int device, const char *file);
 struct range *range_at(enum kind kind, uintptr_t at);               /* that begins there */
+struct range *range_of(enum kind kind, const char *file);           /* of that memory */
 struct range *range_around(enum kind kind, uintptr_t at, size_t n); /* that holds all of it */
 int range_touched(enum kind kind, uintptr_t at, size_t n);          /* whether any holds some of it */
 int ranges_of(enum kind kind);

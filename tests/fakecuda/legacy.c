@@ -96,6 +96,12 @@ static Result cuIpcOpenMemHandle(uintptr_t *given, struct ipc_handle handle, uns
     snprintf(file, sizeof file, "memory/%s", search.found.file);
     if (state_path(path, file))
         return INVALID_HANDLE;
+    struct range *opened = range_of(OPENED, path);
+    if (opened) { /* in one process it has one place, however often it is opened */
+        opened->times++;
+        *given = opened->at;
+        return SUCCESS;
+    }
     int fd = open(path, O_RDWR | O_CLOEXEC); /* not its lock: whoever opens it does not keep it */
     if (fd < 0)
         return INVALID_HANDLE;
@@ -104,7 +110,9 @@ static Result cuIpcOpenMemHandle(uintptr_t *given, struct ipc_handle handle, uns
     if (at == MAP_FAILED)
         return OUT_OF_MEMORY;
     madvise(at, search.found.nbytes, MADV_DONTFORK);
-    range_new(OPENED, (uintptr_t)at, search.found.nbytes, current()->device, path)->access = READ_WRITE;
+    opened = range_new(OPENED, (uintptr_t)at, search.found.nbytes, current()->device, path);
+    opened->access = READ_WRITE;
+    opened->times = 1;
     *given = (uintptr_t)at;
     return SUCCESS;
 }
@@ -114,6 +122,8 @@ static Result cuIpcCloseMemHandle(uintptr_t at) {
     struct range *range = range_at(OPENED, at);
     if (!range)
         return INVALID_VALUE;
+    if (--range->times)
+        return SUCCESS;
     munmap((void *)at, range->nbytes);
     range_forget(range);
     return SUCCESS;

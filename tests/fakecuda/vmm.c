@@ -81,6 +81,8 @@ void handles_forget(void) {
 static Result usable(const struct properties *wanted) {
     if (!wanted || wanted->type != PINNED_MEMORY || wanted->location.type != ON_DEVICE)
         return INVALID_VALUE;
+    if (state_quirk("no-virtual-memory") || ((wanted->handle_types & AS_DESCRIPTOR) && state_quirk("no-descriptors")))
+        return NOT_SUPPORTED;
     return wanted->location.id < 0 || wanted->location.id >= device_count ? INVALID_DEVICE : SUCCESS;
 }
 

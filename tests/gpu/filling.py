@@ -11,18 +11,33 @@ from pathlib import Path
 import xxhash
 
 from tests.benchmarks.checkpoints import dense_decoder
-from tests.gpu.row import GIB, MIB, Row, Setting, folder_of, require
+from tests.gpu.row import GIB, MIB, Row, Setting, Skipped, folder_of, require, torch_with_cuda
 from tests.support import device_memory as memory
 from tests.support.checkpoints import tiny_llama
 from weightcached.loader import pipeline
+from weightcached.loader.bench import Computing
 from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.device import DeviceSegment
+from weightcached.loader.computing import computing_on
+from weightcached.loader.device import COMPUTING_NBYTES, DeviceSegments, Span
 from weightcached.loader.execute import execute
+from weightcached.loader.gds import probed
 from weightcached.protocol.config import build_config
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.cuda import devices, nvml
 from weightcached.protocol.memory.cuda.context import Stream
 from weightcached.protocol.memory.cuda.staging import Pinned
 
+COMPUTED: tuple[dict[str, object], ...] = (
+    {"layout": "fused", "tp_size": 1, "tp_rank": 0, "quantization": "fp8"},
+    {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "fp8-tensor"},
+    {"layout": "fused", "tp_size": 1, "tp_rank": 0, "quantization": "fp8-block"},
+    {"layout": "fused", "tp_size": 2, "tp_rank": 0, "quantization": "int8"},
+    {"layout": "fused", "tp_size": 1, "tp_rank": 0, "quantization": "int4=64"},
+    {"layout": "fused", "tp_size": 2, "tp_rank": 1, "quantization": "int4-asym=64"},
+    {"layout": "fused", "tp_size": 1, "tp_rank": 0, "dtype": "float32"},
+)
+"""Every online method, and a cast; fp8 by channel first, whose peak of memory is looked at."""
 WAYS: tuple[dict[str, object], ...] = (
     {"layout": "hf", "tp_size": 1, "tp_rank": 0},
     {"layout": "fused", "tp_size": 2, "tp_rank": 1},
@@ -47,13 +62,15 @@ def digests(setting: Setting) -> str:
     return f"{rows} rows, {nbytes / MIB:.0f} MiB, {len(WAYS)} ways: plain, strided, cast, two quantizations"
 
 
-def _compared(setting: Setting, directory: Path, way: dict[str, object]) -> tuple[int, int]:
+def _compared(
+    setting: Setting, directory: Path, way: dict[str, object], computing: Computing | None = None
+) -> tuple[int, int]:
     config = build_config(directory, **way)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        nbytes = prepared.placement.segment_nbytes
+        nbytes = prepared.placement.nbytes
         with memory.mapped(setting.uuid, nbytes) as mapped:
-            segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=computing)
             loaded = pipeline.load(checkpoint, prepared, segment)
             found = memory.read(mapped.address, nbytes)
         fd = host.allocate(nbytes, name="check")
@@ -73,8 +90,90 @@ def _compared(setting: Setting, directory: Path, way: dict[str, object]) -> tupl
     return len(loaded.rows), nbytes
 
 
+def arithmetic(setting: Setting) -> str:
+    """What the device computes is what the host computes, byte for byte; and what that takes of the device."""
+    directory = decoder(setting, "arithmetic", GIB)
+    computing = _computing(setting)
+    rows = 0
+    for way in COMPUTED:
+        rows += _compared(setting, directory, way, computing)[0]
+    return f"{rows} rows, {len(COMPUTED)} ways, equal on both; {_peak(setting, directory, computing)}"
+
+
+def _computing(setting: Setting) -> Computing:
+    """The device's; in a rehearsal, the host's processors over the same addresses."""
+    if setting.rehearsal:
+        from tests.support.host_pointers import HostPointers
+
+        return HostPointers()
+    torch_with_cuda()
+    computing, why = computing_on(devices.find(setting.uuid))
+    require(computing is not None, why)
+    assert computing is not None
+    return computing
+
+
+def _peak(setting: Setting, directory: Path, computing: Computing) -> str:
+    """The most that was in use during a load, beyond the segment. After a first load, so that the context, torch's
+    kernels and what else stays for good is there already.
+    """
+    config = build_config(directory, **COMPUTED[0])  # type: ignore[arg-type]
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with memory.mapped(setting.uuid, placement.nbytes) as mapped:
+            used: list[int] = []
+
+            def load(progress: Callable[[int, int], None] | None = None) -> None:
+                segments = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=computing)
+                execute(placement, checkpoint.files, segments, progress=progress)
+
+            load()
+            if not setting.rehearsal:
+                import torch
+
+                torch.cuda.empty_cache()
+            before = nvml.memory(setting.uuid).used_nbytes
+            load(lambda _done, _total: used.append(nvml.memory(setting.uuid).used_nbytes))
+    extra, bound = max(used) - before, COMPUTING_NBYTES + setting.spare_nbytes
+    figures = f"at most {extra / MIB:.0f} MiB beside the shard (bound {bound / MIB:.0f} MiB)"
+    require(extra <= bound, figures)
+    return figures
+
+
+def straight(setting: Setting) -> str:
+    """The same bytes by GPUDirect Storage, and how fast; nothing of the files is left in the page cache to help."""
+    directory = decoder(setting, "straight", 4 * GIB)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0)
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with memory.mapped(setting.uuid, placement.nbytes) as mapped:
+            way, why = probed(checkpoint.files, mapped.context)
+            if way is None:
+                raise Skipped(why)
+            way.close()
+            seconds = {}
+            for strategy in ("direct", "gds"):
+                memory.write(mapped.address, bytes(min(mapped.nbytes, MIB)))
+                started_s = time.perf_counter()
+                executed = execute(
+                    placement,
+                    checkpoint.files,
+                    DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)]),
+                    strategy=strategy,
+                )
+                seconds[strategy] = time.perf_counter() - started_s
+                for placed in placement.placed:
+                    found = memory.read(mapped.address + placed.offset, placed.nbytes)
+                    wanted = executed.digests[placed.parameter.name]
+                    require(xxhash.xxh3_128(found).digest() == wanted, f"{strategy}: {placed.parameter.name} differs")
+    return "; ".join(f"{name} {placement.nbytes / one / 1e9:.1f} GB/s" for name, one in seconds.items())
+
+
 def rates(setting: Setting) -> str:
-    """Pinned memory → device as fast as copies go, and a load from the page cache beside it. Best of three."""
+    """Pinned memory → device as fast as copies go, and a load from the page cache beside it; and the same load into
+    memory of the host, which shows whether reading and digesting or the copies set the pace: what overlaps takes as
+    long as the slower of both, and not their sum. Best of three.
+    """
     directory = decoder(setting, "rates", 4 * GIB)
     for path in directory.glob("*.safetensors"):
         _read_through(path)
@@ -82,7 +181,7 @@ def rates(setting: Setting) -> str:
     figures = []
     with open_checkpoint(directory) as checkpoint:
         placement = pipeline.prepare(checkpoint, config).placement
-        nbytes = placement.segment_nbytes
+        nbytes = placement.nbytes
         with memory.mapped(setting.uuid, nbytes) as mapped:
             with Pinned(min(PIECE_NBYTES, nbytes)) as pinned:
                 limit = nbytes / _best(lambda: _copy_over(pinned, mapped.address, nbytes))
@@ -93,12 +192,15 @@ def rates(setting: Setting) -> str:
                     lambda threads=threads: execute(  # type: ignore[misc]
                         placement,
                         checkpoint.files,
-                        DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes),
+                        DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)]),
                         threads=threads,
                     )
                 )
                 figures.append(f"load with {threads} threads {nbytes / seconds / 1e9:.1f} GB/s")
                 best = max(best, nbytes / seconds)
+        with OwnedFds([host.allocate(nbytes, name="check")]) as fds:
+            seconds = _best(lambda: execute(placement, checkpoint.files, list(fds)))
+        figures.append(f"the same into host memory {nbytes / seconds / 1e9:.1f} GB/s")
     claim = f"{best / limit:.2f} of the limit (target {TARGET_SHARE})"
     figures.append(setting.judge(best >= TARGET_SHARE * limit, claim))
     return "; ".join(figures)
@@ -142,5 +244,7 @@ def _read_through(path: Path) -> None:
 
 ROWS = (
     Row("bytes", "bytes on the device are the checkpoint's, whatever was done with them", digests, 90),
+    Row("arithmetic", "what the device computes is what the host computes, within a bound of memory", arithmetic, 120),
+    Row("straight", "GPUDirect Storage brings the same bytes, past the host's memory", straight, 120),
     Row("rates", "a load from the page cache reaches the rate of copies from pinned memory", rates, 120),
 )

@@ -16,8 +16,13 @@ from tests.support.fakecuda import FakeDevice
 from weightcached.protocol.memory.cuda import devices, physical
 
 CHECK = Path(__file__).with_name("check.py")
-SLOW = {"kept", "attach", "tokens"}
-LACKING = {"allocator": "has no CUDA", "graph": "has no CUDA", "vllm": "vllm is not installed"}
+SLOW = {"kept", "attach", "holder", "tokens"}
+LACKING = {
+    "allocator": "has no CUDA",
+    "graph": "has no CUDA",
+    "straight": "kvikio cannot be imported",
+    "vllm": "vllm is not installed",
+}
 
 
 def checked(fake_cuda, *arguments, **variables):
@@ -34,6 +39,7 @@ def checked(fake_cuda, *arguments, **variables):
     return ended.returncode, verdicts, ended.stdout + ended.stderr
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", [pytest.param(row.name, marks=[pytest.mark.slow] * (row.name in SLOW)) for row in runner.ROWS]
 )

@@ -129,7 +129,7 @@ def test_every_strategy_loads_the_same(strategy: LoadStrategy, tmp_path: Path) -
     for way in ways:
         with open_checkpoint(directory) as checkpoint:
             prepared = pipeline.prepare(checkpoint, build_config(directory, layout="fused", tp_size=2, tp_rank=1))
-            with segment_of(prepared.placement.segment_nbytes) as segment:
+            with segment_of(prepared.placement.nbytes) as segment:
                 executed = execute(prepared.placement, checkpoint.files, segment, strategy=way)
                 made.append((executed.digests, resident(segment, prepared.placement)))
     assert made[0] == made[1]
@@ -146,8 +146,8 @@ def test_files_far_away_are_asked_for_many_at_a_time(tmp_path: Path) -> None:
     ):
         config = build_config(tmp_path / "there", layout="fused", tp_size=1, tp_rank=0)
         prepared = pipeline.prepare(checkpoint, config)
-        with segment_of(prepared.placement.segment_nbytes) as segment:
+        with segment_of(prepared.placement.nbytes) as segment:
             executed = execute(prepared.placement, checkpoint.files, segment)
     assert served.waiting_max >= 16
-    with open_checkpoint(directory) as checkpoint, segment_of(prepared.placement.segment_nbytes) as segment:
+    with open_checkpoint(directory) as checkpoint, segment_of(prepared.placement.nbytes) as segment:
         assert execute(prepared.placement, checkpoint.files, segment).digests == executed.digests

@@ -267,3 +267,42 @@ def test_the_largest_is_found_in_any_floating_point(dtype):
     assert arithmetic.largest(x) == 3.0
     assert arithmetic.largest(-x) == 3.0
     assert arithmetic.largest(x[-1:]) == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_largest_of_16_bits_is_the_same_by_bits_and_by_values(dtype):
+    """The host looks at bits, a device at values."""
+    bits = torch.randint(-(1 << 15), 1 << 15, (64, 257), dtype=torch.int16).view(dtype)
+    finite = torch.where(bits.isfinite(), bits, torch.zeros((), dtype=dtype))
+    for x in (finite, finite.abs(), -finite.abs(), torch.zeros(3, 4, dtype=dtype)):
+        assert arithmetic._largest_by_bits(x).equal(arithmetic._largest_by_values(x))
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        spoiled = finite.clone()
+        spoiled[5, 7] = bad
+        for found in (arithmetic._largest_by_bits(spoiled), arithmetic._largest_by_values(spoiled)):
+            assert not found[5].isfinite()
+            assert found[torch.arange(64) != 5].isfinite().all()
+
+
+def test_all_arithmetic_stays_on_the_device_of_its_matrix():
+    """Torch refuses to mix devices, and its `meta` is one: what would be made on the host by default shows without a
+    GPU.
+    """
+
+    def on_meta(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def x():
+        return on_meta((20, 48), torch.float32)
+
+    fp8, packed = torch.float8_e4m3fn, on_meta((20, 6), torch.int32)
+    origin = on_meta((20, 48), torch.bfloat16)
+    made = [
+        *arithmetic.fp8_channel(x(), on_meta((20, 48), fp8), origin),
+        *arithmetic.fp8_tensor(x(), on_meta((20, 48), fp8), 3.0),
+        *arithmetic.fp8_block(x(), on_meta((20, 48), fp8), (7, 9)),
+        *arithmetic.int8_channel(x(), on_meta((20, 48), torch.int8), origin),
+        *arithmetic.int4_group(x(), packed, 16, torch.bfloat16),
+        *arithmetic.int4_group_asymmetric(x(), packed, 16, torch.bfloat16),
+    ]
+    assert {one.device.type for one in made} == {"meta"}

@@ -16,38 +16,41 @@ from tests.support import expert_models
 from tests.support.checkpoints import RawTensor, make_checkpoint, raw_tensor, tiny_llama, write_checkpoint
 from tests.support.execution import segment_of
 from tests.support.fakecuda import OUT_OF_MEMORY, UNKNOWN
+from tests.support.host_pointers import HostPointers
 from tests.support.resources import nothing_left_behind
 from weightcached.loader import device, pipeline
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.checkpoint import open_checkpoint
-from weightcached.loader.device import ROOMS, DeviceSegment
+from weightcached.loader.computing import computing_on
+from weightcached.loader.device import ROOMS, DeviceSegments, Span
 from weightcached.loader.execute import execute
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, TruncatedFile, UnusableValue
+from weightcached.protocol.memory.cuda import devices
 
 
-def filled(placement, files, **options):
+def filled(placement, files, *, computing=None, **options):
     """Execute into memory of the device that was full of something else; (executed, all of its bytes)."""
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         memory.write(mapped.address, b"\xa5" * mapped.nbytes)
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=computing)
         executed = execute(placement, files, segment, **options)
         return executed, memory.read(mapped.address, mapped.nbytes)
 
 
 def on_host(placement, files, **options):
     """The same in host memory, which nobody has written to."""
-    with segment_of(placement.segment_nbytes, filled_with=b"\0") as segment:
+    with segment_of(placement.nbytes, filled_with=b"\0") as segment:
         executed = execute(placement, files, segment, **options)
         with open(f"/proc/self/fd/{segment}", "rb", buffering=0) as file:
             return executed, file.read()
 
 
-def same_on_both(placement, files, **options):
+def same_on_both(placement, files, *, computing=None, **options):
     """Every byte and digest of the device's segment is the host's; gaps and the rest of its last page are zeros."""
-    executed, found = filled(placement, files, **options)
+    executed, found = filled(placement, files, computing=computing, **options)
     wanted_executed, wanted = on_host(placement, files, **options)
     assert found[: len(wanted)] == wanted
     assert not any(found[len(wanted) :])
@@ -58,6 +61,7 @@ def same_on_both(placement, files, **options):
         assert executed.digests[placed.parameter.name] == xxhash.xxh3_128(data).digest()
 
 
+METHODS = ["fp8", "fp8-tensor", "fp8-block=8x8", "int8", "int4=8", "int4-asym=8"]
 WAYS = [
     {"layout": "hf"},
     {"tp_size": 2, "tp_rank": 1},
@@ -81,6 +85,101 @@ def test_every_byte_and_digest_is_that_of_a_load_into_host_memory(tmp_path, cuda
     with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
         placement = pipeline.prepare(checkpoint, config).placement
         same_on_both(placement, checkpoint.files, slab_nbytes=slab_nbytes, threads=threads)
+
+
+COMPUTED = [
+    {"dtype": "float32"},
+    *({"quantization": method, "tp_size": size, "tp_rank": size - 1} for method in METHODS for size in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("options", COMPUTED, ids=str)
+@pytest.mark.parametrize(("slab_nbytes", "threads"), [(8 << 20, 2), (300, 3)])
+def test_what_the_device_computes_is_what_the_host_computes(tmp_path, cuda_here, options, slab_nbytes, threads):
+    """Every online method, and a cast: values are brought as the files have them, and computed where they stay."""
+    directory = tiny_llama(tmp_path, intermediate_size=80, tie_word_embeddings=True)
+    config = build_config(directory, **{"layout": "fused", "tp_size": 1, "tp_rank": 0} | options)
+    computing = HostPointers()
+    with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        same_on_both(placement, checkpoint.files, slab_nbytes=slab_nbytes, threads=threads, computing=computing)
+    assert computing.computed > 4
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-tensor", "int4=8"])
+def test_the_device_computes_matrices_that_are_larger_than_a_room(tmp_path, cuda_here, quantization):
+    """They are transposed while they are read, so none is cut: scratch memory and what is fetched are as large."""
+    directory = expert_models.write(tmp_path, expert_models.config_of("gpt_oss", num_hidden_layers=1))
+    wanted = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization=quantization)
+    computing = HostPointers()
+    with nothing_left_behind(), open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, wanted).placement
+        same_on_both(placement, checkpoint.files, slab_nbytes=512, threads=3, computing=computing)
+    assert computing.computed > 4
+
+
+def test_a_device_that_computes_holds_the_segment_and_two_slabs_of_each_thread(tmp_path, cuda_here):
+    directory = tiny_llama(tmp_path, hidden_size=256, vocab_size=512, intermediate_size=2048)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="fp8")
+    slab_nbytes, threads, used = 64 << 10, 3, []
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with memory.mapped(None, placement.nbytes) as mapped:
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=HostPointers())
+            execute(
+                placement,
+                checkpoint.files,
+                segment,
+                slab_nbytes=slab_nbytes,
+                threads=threads,
+                progress=lambda _done, _total: used.append(cuda_here.fake.used_nbytes()),
+            )
+            assert mapped.nbytes < max(used) <= mapped.nbytes + threads * 2 * slab_nbytes
+            assert cuda_here.fake.used_nbytes() == mapped.nbytes
+
+
+@pytest.mark.parametrize(
+    ("call", "nth", "error"),
+    [
+        ("cuMemAlloc", 2, InsufficientMemory),
+        ("cuMemHostAlloc", 1, InsufficientMemory),
+        ("cuMemcpyHtoDAsync", 2, DeviceFailed),
+        ("cuMemcpyDtoHAsync", 3, DeviceFailed),
+        ("cuStreamSynchronize", 4, DeviceFailed),
+    ],
+)
+def test_a_device_that_fails_while_it_computes_leaves_nothing(tmp_path, cuda_here, call, nth, error):
+    directory = tiny_llama(tmp_path)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="int4=8")
+    result = OUT_OF_MEMORY if error is InsufficientMemory else UNKNOWN
+    with open_checkpoint(directory) as checkpoint:
+        placement = pipeline.prepare(checkpoint, config).placement
+        with nothing_left_behind(), memory.mapped(None, placement.nbytes) as mapped:
+            segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=HostPointers())
+            cuda_here.fake.fail((call, cuda_here.fake.calls().count(call) + nth, result))
+            with pytest.raises(error):
+                execute(placement, checkpoint.files, segment, slab_nbytes=1000, threads=3)
+            cuda_here.fake.fail()
+            assert cuda_here.fake.used_nbytes() == mapped.nbytes
+
+
+def test_what_the_device_cannot_quantize_is_refused_by_name(tmp_path, cuda_here):
+    directory = tiny_llama(tmp_path, hidden_size=64)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="int8")
+    with open_checkpoint(directory) as checkpoint:
+        tensor = next(one for name, one in checkpoint.tensors.items() if name.endswith("o_proj.weight"))
+        with open(directory / "model.safetensors", "r+b") as file:
+            file.seek(tensor.offset)
+            file.write(b"\x80\x7f")  # infinity
+        placement = pipeline.prepare(checkpoint, config).placement
+        with nothing_left_behind(), pytest.raises(UnusableValue, match="o_proj"):
+            filled(placement, checkpoint.files, slab_nbytes=300, threads=4, computing=HostPointers())
+
+
+def test_without_cuda_the_host_computes_and_says_why(cuda_here):
+    computing, why = computing_on(devices.find(None))
+    assert computing is None
+    assert "has no CUDA" in why
 
 
 @pytest.mark.parametrize("case", ["mixtral", "phi3"])
@@ -110,7 +209,9 @@ def test_scalars_empty_tensors_and_all_padding(tmp_path, cuda_here):
             PlannedParameter("e", (0, 3), "float32", None, ()),
             PlannedParameter("z", (700, 5), "int64", None, (), zeros=(Box((0, 0), (700, 5)),)),
         )
-        placement = Placement((Placed(made[0], 0, 4), Placed(made[1], 256, 0), Placed(made[2], 256, 28000)), 28416)
+        placement = Placement(
+            (Placed(made[0], 0, 0, 4), Placed(made[1], 0, 256, 0), Placed(made[2], 0, 256, 28000)), (28416,)
+        )
         same_on_both(placement, checkpoint.files, slab_nbytes=4096)
 
 
@@ -125,9 +226,9 @@ def opened(tmp_path):
 
 def test_pinned_memory_is_bounded_by_the_rings_and_the_device_holds_the_segment_alone(opened, cuda_here):
     checkpoint, placement = opened
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         used = []
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
 
         def look(_done, _total):
             used.append(cuda_here.fake.used_nbytes())
@@ -161,8 +262,8 @@ FAILING = [
 def test_a_driver_that_fails_is_an_error_by_name_and_nothing_is_left(opened, cuda_here, call, nth, result, error, word):
     """One call of one kind fails; every thread ends, all pinned memory, streams and events are given back."""
     checkpoint, placement = opened
-    with nothing_left_behind(), memory.mapped(None, placement.segment_nbytes) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+    with nothing_left_behind(), memory.mapped(None, placement.nbytes) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
         before = cuda_here.fake.calls().count(call)
         cuda_here.fake.fail((call, before + nth, result))
         with pytest.raises(error, match=word):
@@ -174,11 +275,11 @@ def test_a_device_that_is_lost_is_reported_once_and_every_thread_ends(opened, cu
     """A fault in a copy loses the context, and with it every call: the first failure is the one that is raised."""
     checkpoint, placement = opened
     threads = threading.active_count()
-    with memory.mapped(None, placement.segment_nbytes) as mapped:
+    with memory.mapped(None, placement.nbytes) as mapped:
         fd = mapped.allocation.export()
     # A lost context takes nothing back in order, the segment's own either.
-    with suppress(DeviceFailed), memory.mapped(None, placement.segment_nbytes, fd=fd, writable=False) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=mapped.nbytes)
+    with suppress(DeviceFailed), memory.mapped(None, placement.nbytes, fd=fd, writable=False) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
         with pytest.raises(DeviceFailed, match="ILLEGAL_ADDRESS") as caught:
             execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=2)
     os.close(fd)
@@ -213,11 +314,11 @@ def test_what_cannot_be_quantized_ends_threads_that_wait_for_rooms(tmp_path, cud
 
 def test_writing_outside_the_segment_is_refused(cuda_here):
     with memory.mapped(None, 1 << 20) as mapped:
-        segment = DeviceSegment(mapped.context, mapped.address, nbytes=4096)
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, 4096)])
         with segment, segment.port(1024) as port:
             for offset, nbytes in ((-1, 8), (4090, 8)):
                 with pytest.raises(ValueError, match="of a segment of 4096"):
-                    port.lend(offset, nbytes)
+                    port.lend(0, offset, nbytes)
 
 
 def test_the_module_names_nothing_of_torch_or_numpy():

@@ -81,7 +81,7 @@ def test_slabs_threads_casts_and_mappings_change_nothing(tmp_path, size, slab_nb
     )
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        with segment_of(prepared.placement.segment_nbytes) as segment:
+        with segment_of(prepared.placement.nbytes) as segment:
             executed = execute(
                 prepared.placement,
                 checkpoint.files,
@@ -127,7 +127,7 @@ def assembled(directory, tensors, parameters, **options):
         config = build_config(directory, layout="hf", tp_size=1, tp_rank=0)
         plan = LoadPlan(config, made, account(expected=(), present=(), ignored={}))
         placement = place(plan)
-        with segment_of(placement.segment_nbytes) as segment:
+        with segment_of(placement.nbytes) as segment:
             executed = execute(placement, checkpoint.files, segment, **options)
             return executed, resident(segment, placement), naive.execute(plan, directory)
 
@@ -227,9 +227,9 @@ def test_the_page_cache_is_filled_with_what_this_rank_reads_and_no_more(tmp_path
             make_cold([path], tolerated=0.0)
         except NotCold:
             pytest.skip("this file system does not let go of pages")
-        with segment_of(placement.segment_nbytes) as segment:
+        with segment_of(placement.nbytes) as segment:
             execute(placement, checkpoint.files, segment)
-        kept = placement.segment_nbytes
+        kept = placement.nbytes
         cached = sum(resident_pages(path)) * PAGE_BYTES
     assert kept <= cached <= kept + 2 * PAGE_BYTES
 
@@ -248,7 +248,7 @@ def test_a_file_that_becomes_shorter_is_truncated_by_name(opened):
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.offset)
     os.truncate(checkpoint.directory / last.file, last.offset + last.nbytes - 1)
     with (
-        segment_of(prepared.placement.segment_nbytes) as segment,
+        segment_of(prepared.placement.nbytes) as segment,
         nothing_left_behind(),
         pytest.raises(TruncatedFile) as caught,
     ):
@@ -261,7 +261,7 @@ def test_a_file_that_cannot_be_read_is_named(opened):
     checkpoint, prepared = opened
     with (
         open(checkpoint.directory / "model.safetensors", "ab") as unreadable,
-        segment_of(prepared.placement.segment_nbytes) as segment,
+        segment_of(prepared.placement.nbytes) as segment,
         nothing_left_behind(),
         pytest.raises(CheckpointError, match="cannot be read") as caught,
     ):
@@ -285,7 +285,7 @@ def test_what_the_progress_callback_raises_ends_every_thread(opened):
         raise ConnectionError("nobody listens")
 
     with (
-        segment_of(prepared.placement.segment_nbytes) as segment,
+        segment_of(prepared.placement.nbytes) as segment,
         nothing_left_behind(),
         pytest.raises(ConnectionError, match="nobody listens"),
     ):
@@ -295,7 +295,7 @@ def test_what_the_progress_callback_raises_ends_every_thread(opened):
 def test_progress_grows_to_the_end(opened):
     checkpoint, prepared = opened
     heard = []
-    with segment_of(prepared.placement.segment_nbytes) as segment:
+    with segment_of(prepared.placement.nbytes) as segment:
         execute(prepared.placement, checkpoint.files, segment, progress=lambda *both: heard.append(both))
     totals = {total for _, total in heard}
     assert totals == {sum(placed.nbytes for placed in prepared.placement.placed if not placed.parameter.alias_of)}
@@ -316,7 +316,7 @@ def test_a_file_rewritten_while_it_is_read_is_noticed(opened):
             rewritten.set()
 
     with (
-        segment_of(prepared.placement.segment_nbytes) as segment,
+        segment_of(prepared.placement.nbytes) as segment,
         pytest.raises(CheckpointChanged, match=r"model\.safetensors"),
     ):
         pipeline.load(checkpoint, prepared, segment, progress=rewrite)
@@ -328,13 +328,13 @@ def test_a_file_replaced_by_another_is_noticed(opened):
     path = checkpoint.directory / "model.safetensors"
     os.replace(tiny_llama(checkpoint.directory / "other") / "model.safetensors", path)
     # The bytes read are right; but unlinking moves ctime, and so the alarm is false, on the safe side.
-    with segment_of(prepared.placement.segment_nbytes) as segment, pytest.raises(CheckpointChanged):
+    with segment_of(prepared.placement.nbytes) as segment, pytest.raises(CheckpointChanged):
         pipeline.load(checkpoint, prepared, segment)
 
 
 def test_the_manifest_says_what_was_loaded(opened):
     checkpoint, prepared = opened
-    with segment_of(prepared.placement.segment_nbytes) as segment:
+    with segment_of(prepared.placement.nbytes) as segment:
         loaded = pipeline.load(checkpoint, prepared, segment)
         data = resident(segment, prepared.placement)
     version = "receipts:" + "2" * 64
@@ -352,7 +352,7 @@ def test_the_manifest_says_what_was_loaded(opened):
 
 def test_nothing_maps_the_segment_so_it_can_be_sealed_at_once(opened):
     checkpoint, prepared = opened
-    segment = host.allocate(prepared.placement.segment_nbytes, name="test")
+    segment = host.allocate(prepared.placement.nbytes, name="test")
     try:
         pipeline.load(checkpoint, prepared, segment)
         host.seal(segment)

@@ -98,7 +98,7 @@ def test_a_model_config_beside_honest_headers(
         made = make_plan(TENSORS, model, config)
         placement = place(made)
         assert sum(requested_nbytes(made).values()) <= sum(header.nbytes for header in TENSORS.values())
-        return placement.segment_nbytes
+        return placement.nbytes
 
     nbytes = ends_in((CheckpointError, ConfigurationError), plan, memory_max_nbytes=64 * MIB)
     if nbytes is not None and tp_size == 1:

@@ -81,7 +81,7 @@ def test_the_json_is_what_a_load_does(tmp_path, said, options):
             kind: traffic.kept for kind, traffic in figures.traffic.items() if traffic.kept
         }
         assert sum(row["read_nbytes"] for row in kinds.values()) >= figures.bytes_read
-        assert rank["segment_nbytes"] == outcome.prepared.placement.segment_nbytes
+        assert rank["segments_nbytes"] == [outcome.prepared.placement.nbytes]
         assert sorted(rank["accounting"]["loaded"]) == sorted(outcome.prepared.plan.accounting.loaded)
         assert rank["fingerprint"] == outcome.prepared.plan.config.fingerprint
 

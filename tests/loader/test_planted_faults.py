@@ -38,7 +38,7 @@ def loaded(directory: Path, **options: Any) -> bytes:
     job = Job(model_dir=str(directory), config=config.model_dump(), generation="1" * 32, keeper_pid=os.getpid())
     with source_of(job, config, OwnedFds(), print) as source:
         source.planned()
-        with OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory:
+        with OwnedFds([host.allocate(*source.segments_nbytes, name="test")]) as memory:
             filled = source.fill(memory[0], lambda done, total: None)
             host.seal(memory[0])
             return filled.encode(generation="1" * 32, version="v", receipts_version="v", digest=None)
@@ -220,7 +220,7 @@ def test_a_file_rewritten_while_it_is_read_is_named(whole: Path) -> None:
 
     with (
         source_of(job, config, OwnedFds(), print) as source,
-        OwnedFds([host.allocate(source.segment_nbytes, name="test")]) as memory,
+        OwnedFds([host.allocate(*source.segments_nbytes, name="test")]) as memory,
         pytest.raises(CheckpointError) as caught,
     ):
         source.fill(memory[0], rewrite)

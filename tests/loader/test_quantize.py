@@ -116,7 +116,7 @@ def test_slabs_and_threads_change_no_byte(tmp_path, method):
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
         for slab_nbytes, threads in ((1, 4), (300, 3), (700, 1), (1 << 20, 1), (1, 1)):
-            with segment_of(prepared.placement.segment_nbytes) as segment:
+            with segment_of(prepared.placement.nbytes) as segment:
                 executed = execute(
                     prepared.placement, checkpoint.files, segment, slab_nbytes=slab_nbytes, threads=threads
                 )
@@ -154,7 +154,7 @@ def test_each_expert_of_a_stack_is_quantized_on_its_own(tmp_path, method):
         plan = LoadPlan(config, (weight, *products), account(expected=(), present=(), ignored={}))
         placement = place(plan)
         for slab_nbytes, threads in ((1, 4), (1000, 2), (1 << 20, 4)):
-            with segment_of(placement.segment_nbytes) as segment:
+            with segment_of(placement.nbytes) as segment:
                 executed = execute(placement, checkpoint.files, segment, slab_nbytes=slab_nbytes, threads=threads)
                 made.append(resident(segment, placement))
                 assert executed.digests == {name: xxhash.xxh3_128(data).digest() for name, data in made[-1].items()}

@@ -53,7 +53,7 @@ def test_the_segment_is_the_one_that_was_saved(saved: tuple[Path, bytes], opened
         "digest": "d" * 64,
     }
     config = CacheConfig.model_validate(opened.manifest.meta.config)
-    manifest = Manifest.decode(encode(opened, restored, config, **told))
+    manifest = Manifest.decode(encode(opened, restored, placement, config, **told))
     assert list(manifest) == list(opened.manifest)
     assert manifest.accounting == opened.manifest.accounting
     assert manifest.meta.bytes_read == manifest.meta.bytes_kept == restored.bytes_read

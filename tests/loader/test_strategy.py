@@ -80,3 +80,29 @@ def test_a_file_of_which_a_part_is_read_is_asked_for_exactly(rows: int, exact: s
 
 def test_no_parameters_need_no_files() -> None:
     assert choose([], {}, free_nbytes=GIB).name == "read"
+
+
+@pytest.mark.parametrize(
+    ("facts", "why_not", "wanted", "words"),
+    [
+        (FACTS, None, "gds", "was tried"),
+        (replace(FACTS, file_system="nfs"), None, "gds", "was tried"),
+        (FACTS, "no kvikio", "direct", "(not gds: no kvikio)"),
+        (replace(FACTS, file_system="nfs"), "no kvikio", "prefetch", "(not gds: no kvikio)"),
+    ],
+)
+def test_past_the_host_where_that_works_and_the_reason_where_it_does_not(
+    facts: FileFacts, why_not: str | None, wanted: str, words: str
+) -> None:
+    strategy = choose([parameter()], {"f": facts}, free_nbytes=GIB, straight=lambda: why_not)
+    assert strategy.name == wanted
+    assert words in strategy.reason
+
+
+def test_nobody_asks_for_a_way_past_the_host_where_the_page_cache_has_the_files() -> None:
+    def asked() -> str | None:
+        raise AssertionError("it is tried when it is asked for")
+
+    cached = replace(FACTS, cached_share=0.9)
+    assert choose([parameter()], {"f": cached}, free_nbytes=GIB, straight=asked).name == "read"
+    assert choose([parameter()], {"f": FACTS}, free_nbytes=GIB, asked="direct", straight=asked).name == "direct"

@@ -67,7 +67,7 @@ def test_a_job_done(model):
     wanted = load(model, layout="fused", tp_size=2, tp_rank=1, expendable=True)
     with nothing_left_behind(), worker() as running:
         planned = running.plan(model, config)
-        assert planned.segments_nbytes == (wanted.prepared.placement.segment_nbytes,)
+        assert planned.segments_nbytes == (wanted.prepared.placement.nbytes,)
         assert planned.bytes_to_read == wanted.loaded.figures.bytes_requested
         assert planned.accounting.expected == planned.accounting.loaded > 0
         segment = running.give_memory(*planned.segments_nbytes)

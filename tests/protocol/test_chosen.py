@@ -9,8 +9,9 @@ import pytest
 from tests.support.checkpoints import tiny_llama
 from tests.support.fakecuda import CudaHere, FakeDevice
 from weightcached.protocol.config import CacheConfig, build_config
-from weightcached.protocol.errors import DeviceAbsent, InvalidOption
-from weightcached.protocol.memory.chosen import HOST, chosen
+from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InvalidOption
+from weightcached.protocol.memory.chosen import HOST, Chosen, chosen
+from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
 SLOW = FakeDevice(uuid="aaaaaaaa-0000-4000-8000-000000000001", speed=1)
 FAST = FakeDevice(uuid="bbbbbbbb-0000-4000-8000-000000000002", speed=2)
@@ -50,9 +51,31 @@ def test_every_spelling_comes_down_to_the_uuid(
     assert (found.memory, found.device) == ("cuda-vmm", f"gpu-{expected.uuid}")
 
 
-def test_a_whole_uuid_needs_no_driver(cuda_here: CudaHere) -> None:
-    assert chosen(f"cuda:{SLOW.uuid}").device == f"gpu-{SLOW.uuid}"
+def test_a_whole_uuid_and_a_kind_need_no_driver(cuda_here: CudaHere) -> None:
+    assert chosen(f"cuda:{SLOW.uuid}", "cuda-ipc") == Chosen("cuda-ipc", f"gpu-{SLOW.uuid}")
     assert cuda_here.fake.calls() == []
+
+
+@pytest.mark.parametrize("lacking", ["no-virtual-memory", "no-descriptors"])
+def test_a_device_that_cannot_share_by_descriptor_shares_by_handle_and_the_reason_is_told(
+    cuda_here: CudaHere, lacking: str
+) -> None:
+    cuda_here.fake.worsen(lacking)
+    found = chosen("cuda")
+    assert (found.memory, found.device) == ("cuda-ipc", f"gpu-{cuda_here.fake.devices[0].uuid}")
+    assert lacking.removeprefix("no-").replace("-", " ") in found.reason
+    assert "Fake GPU" in found.reason
+    assert cuda_here.fake.contexts() == []
+    with pytest.raises(DeviceFailed, match=r"failed.*NOT_SUPPORTED.*--memory"):
+        CudaVmm(cuda_here.fake.devices[0].uuid).allocate(1, name="test")
+
+
+def test_a_kind_that_was_asked_for_is_not_second_guessed(cuda_here: CudaHere) -> None:
+    cuda_here.fake.worsen("no-descriptors")
+    assert chosen("cuda", "cuda-vmm").memory == "cuda-vmm"
+    cuda_here.fake.worsen()
+    assert chosen("cuda", "cuda-ipc").memory == "cuda-ipc"
+    assert chosen("cuda").memory == "cuda-vmm"
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda0", "CUDA", "", "cpu:0", "cuda:", "cuda:x", "cuda:-1"])
@@ -69,7 +92,9 @@ def test_one_of_several_is_never_guessed(cuda_here: CudaHere) -> None:
         chosen("cuda:2")
 
 
-@pytest.mark.parametrize(("device", "memory"), [("cpu", "cuda-vmm"), ("cuda:0", "host"), ("cuda:0", "vram")])
+@pytest.mark.parametrize(
+    ("device", "memory"), [("cpu", "cuda-vmm"), ("cpu", "cuda-ipc"), ("cuda:0", "host"), ("cuda:0", "vram")]
+)
 def test_kind_and_device_go_together(device: str, memory: str) -> None:
     with pytest.raises(InvalidOption, match="memory kind"):
         chosen(device, memory)

@@ -99,6 +99,7 @@ def use_streams(context: Context) -> None:
 def use_all(handle: bytes | None) -> None:
     """Every call of the wrapper, with another process's ``handle`` those too that open it."""
     device = devices.find(None)
+    assert devices.why_no_descriptors(device) is None
     nvml.memory(device.uuid)
     nvml.holders(device.uuid)
     use_virtual_memory(device)

@@ -23,12 +23,14 @@ from weightcached.protocol.errors import (
     DeviceAbsent,
     DeviceFailed,
     InsufficientMemory,
+    InvalidOption,
     SwapFailed,
     SwapRefused,
     TransferError,
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.cuda import physical
 from weightcached.protocol.memory.cuda_vmm import CudaVmm, DeviceMapping
 
 NBYTES = GRANULARITY + 1000
@@ -287,3 +289,17 @@ def test_torch_is_shown_one_array_of_bytes_that_it_will_take(kind: CudaVmm) -> N
     mapping.close()
     with pytest.raises(ValueError, match="closed"):
         _ = mapping.__cuda_array_interface__
+
+
+def test_a_segment_is_as_large_as_it_takes_until_the_environment_says_how_large_it_may_be(
+    cuda_here: CudaHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuid = cuda_here.fake.devices[0].uuid
+    assert CudaVmm(uuid).segment_max_nbytes is None
+    assert cuda_here.fake.calls() == []
+    monkeypatch.setenv(physical.LARGEST_VARIABLE, str(3 * GRANULARITY - 1))
+    assert CudaVmm(uuid).segment_max_nbytes == 2 * GRANULARITY
+    for unusable in ("", "-1", "1e9", str(GRANULARITY - 1)):
+        monkeypatch.setenv(physical.LARGEST_VARIABLE, unusable)
+        with pytest.raises(InvalidOption, match=physical.LARGEST_VARIABLE):
+            _ = CudaVmm(uuid).segment_max_nbytes

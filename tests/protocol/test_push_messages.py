@@ -42,7 +42,7 @@ def test_a_full_bucket_fits_a_frame() -> None:
 
 def test_names_that_are_not_needed_are_known() -> None:
     header = TensorHeader("rotary", "float32", (4,), "f", 0, 16)
-    (one,) = pushables(Placement((), 0), {"rotary": header})
+    (one,) = pushables(Placement((), (0,)), {"rotary": header})
     assert (one.name, one.boxes) == ("rotary", ())
 
 

@@ -35,7 +35,7 @@ def segment_of(nbytes: int, *, filled_with: bytes = b"\xa5") -> Iterator[int]:
 def resident(segment: int, placement: Placement) -> dict[str, bytes]:
     """Parameter name → its bytes in the segment."""
     with open(f"/proc/self/fd/{segment}", "rb", buffering=0) as file:
-        data = file.read(placement.segment_nbytes) if placement.segment_nbytes else b""
+        data = file.read(placement.nbytes) if placement.nbytes else b""
     return {placed.parameter.name: data[placed.offset : placed.offset + placed.nbytes] for placed in placement.placed}
 
 
@@ -62,7 +62,7 @@ def load(directory: Path, **options: object) -> Outcome:
     config = build_config(directory, **options)  # type: ignore[arg-type]
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        with segment_of(prepared.placement.segment_nbytes) as segment:
+        with segment_of(prepared.placement.nbytes) as segment:
             loaded = pipeline.load(checkpoint, prepared, segment, expendable=expendable)
             data = resident(segment, prepared.placement)
     for row in loaded.rows:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from tests.support.fakecuda import FakeCuda, FakeDevice
 from weightcached.client import attach
 from weightcached.protocol.places import Place
+
+IPC = ("--memory", "cuda-ipc")
+IPC_ENGINE: dict[str, Any] = {"device": "cuda", "memory": "cuda-ipc"}
+"""A daemon's arguments, and an engine's options, for memory that dies with its holder."""
 
 
 def place_of(device: FakeDevice, runtime_dir: Path) -> Place:

@@ -152,6 +152,43 @@ class _Engine:
     def remap(self) -> None:
         self.weights.remap()
 
+    def write(self) -> str:
+        """Write to the first tensor where it is; its name."""
+        name = next(iter(self.weights))
+        self.weights[name].zero_()
+        return name
+
+    def refused(self) -> list[str]:
+        """What is said to the words that memory of this kind cannot carry out."""
+        from weightcached.protocol.errors import SwapRefused, UnsupportedModel
+
+        said = []
+        for word in (self.weights.unmap, self.weights.remap, self.weights.revert, self.weights.stage):
+            try:
+                word()
+            except (UnsupportedModel, SwapRefused) as error:
+                said.append(f"{error.code}: {error}")
+        return said
+
+    def close_but_a_tensor(self) -> None:
+        """The set is closed; one tensor of it is kept."""
+        self.tensor = self.weights[next(iter(self.weights))]
+        self.weights.close()
+
+    def drop_the_tensor(self) -> list[str]:
+        """Nothing of the set is left; the threads that are."""
+        del self.tensor
+        for thread in threading.enumerate():
+            if thread.name == "weightcached-holder":
+                thread.join(20)
+        return [thread.name for thread in threading.enumerate()]
+
+    def swap(self) -> dict[str, Any]:
+        """To what the daemon has in use; what it has then, as at first."""
+        with self.weights.stage() as staged, self.weights.barrier.stopped() as stopped:
+            staged.swap(stopped)
+        return self.attached()
+
     def take_a_context(self) -> None:
         """As torch does when it computes: from now on NVML lists this process."""
         from weightcached.protocol.memory.cuda.context import Context

@@ -50,7 +50,7 @@ BUCKET_NBYTES = 64 * 1024
 
 @dataclass
 class Base:
-    """A generation that is served: a sealed segment and manifest, whose descriptors belong to ``fds``."""
+    """A generation that is served: its sealed segments, then its manifest, whose descriptors belong to ``fds``."""
 
     manifest: Manifest
     fds: OwnedFds
@@ -60,12 +60,14 @@ class Base:
 def loaded_base(directory: Path, config: CacheConfig) -> Iterator[Base]:
     """Load ``directory`` as a worker does, here."""
     with OwnedFds() as fds, open_checkpoint(directory) as checkpoint:
-        prepared = pipeline.prepare(checkpoint, config)
-        nbytes = prepared.placement.segment_nbytes
-        fds.append(kind_of(config).allocate(nbytes, name="base"))
-        with to_be_filled(fds[0], kind_of(config), nbytes=nbytes) as target:
+        kind = kind_of(config)
+        prepared = pipeline.prepare(checkpoint, config, segment_max_nbytes=kind.segment_max_nbytes)
+        sizes = prepared.placement.segments_nbytes
+        fds.extend(kind.allocate(nbytes, name="base") for nbytes in sizes)
+        with to_be_filled(list(fds), kind, nbytes=sizes) as target:
             loaded = pipeline.load(checkpoint, prepared, target)
-        kind_of(config).seal(fds[0])
+        for fd in fds:
+            kind.seal(fd)
         data = pipeline.encode(
             loaded, prepared, generation=BASE, version=BASE_VERSION, receipts_version=BASE_VERSION, digest=None
         )
@@ -79,7 +81,7 @@ class Pushing:
 
     trainer: RankPush
     config: CacheConfig
-    segment: int
+    segments: list[int]
     outcome: Future[Filled]
     progress: list[tuple[int, int]]
     data: dict[str, bytes] = field(default_factory=dict)
@@ -107,13 +109,14 @@ class Pushing:
             filled.encode(generation=GENERATION, version=version, receipts_version=version, digest=None)
         )
         kind = kind_of(self.config)
-        kind.seal(self.segment)
-        with closing(kind.map_readonly(self.segment, nbytes=manifest.meta.segments_nbytes[0])) as mapping:
-            view = mapping.view()
-            for row in manifest:
-                data = self.data[row.name] = bytes(view[row.offset : row.offset + row.nbytes])
-                assert xxhash.xxh3_128(data).digest() == row.digest, row.name
-            del view
+        for number, (segment, nbytes) in enumerate(zip(self.segments, manifest.meta.segments_nbytes, strict=True)):
+            kind.seal(segment)
+            with closing(kind.map_readonly(segment, nbytes=nbytes)) as mapping:
+                view = mapping.view()
+                for row in (row for row in manifest if row.segment == number):
+                    data = self.data[row.name] = bytes(view[row.offset : row.offset + row.nbytes])
+                    assert xxhash.xxh3_128(data).digest() == row.digest, row.name
+                del view
         return manifest
 
 
@@ -129,13 +132,14 @@ def pushing(
 ) -> Iterator[Pushing]:
     """A worker's thread that was given its memory, and a trainer that has heard what is wanted."""
     with ExitStack() as held:
-        nbytes = base.manifest.meta.segments_nbytes[0]
-        segment = held.enter_context(OwnedFds([kind_of(config).allocate(nbytes, name="segment")]))
+        kind, sizes = kind_of(config), base.manifest.meta.segments_nbytes
+        segments = held.enter_context(OwnedFds(kind.allocate(nbytes, name="segment") for nbytes in sizes))
         buckets = held.enter_context(OwnedFds([make_bucket(bucket_nbytes) for _ in range(bucket_count)]))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         keeper_end, trainer_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         push = Push(partial=partial, bucket_nbytes=bucket_nbytes, bucket_count=bucket_count)
-        given = OwnedFds([theirs.detach(), os.dup(base.fds[1]), *([os.dup(base.fds[0])] if partial else [])])
+        *kept, manifest = base.fds
+        given = OwnedFds([theirs.detach(), os.dup(manifest), *(map(os.dup, kept) if partial else [])])
         job = Job(
             model_dir=str(directory),
             config=config.model_dump(),
@@ -153,7 +157,7 @@ def pushing(
                 try:
                     with open_push(job, push, config, given) as source:
                         source.buckets = [buckets[number] for number in range(bucket_count)]
-                        with to_be_filled(segment[0], kind_of(config), nbytes=nbytes) as target:
+                        with to_be_filled(list(segments), kind, nbytes=sizes, computes=source.uses_torch) as target:
                             outcome.set_result(source.fill(target, lambda *done: progress.append(done)))
                 except Exception as failure:  # noqa: BLE001 - raised again for whoever asks for the outcome
                     outcome.set_exception(failure)
@@ -174,4 +178,4 @@ def pushing(
             deadline=Deadline.after(TIMEOUT_S),
         )
         held.callback(trainer.close)
-        yield Pushing(trainer, config, segment[0], outcome, progress)
+        yield Pushing(trainer, config, list(segments), outcome, progress)

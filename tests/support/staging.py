@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+
+import torch
 
 from tests.support.commanding import Changer, new_transaction
 from tests.support.daemons import TIMEOUT_S, Daemon
 from weightcached.client.publish.rank import RankPush
+from weightcached.client.publish.values import Given
+from weightcached.protocol.assigned import assigned_version
 from weightcached.protocol.control import ChangeInfo, Decided, Drop, FromTrainer, RankState
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.peers import AllowList
@@ -42,6 +46,21 @@ def push_begun(
     )
     with closing(begun) as push:
         yield push
+
+
+def push_all(push: RankPush, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every box of each."""
+    for name, tensor in tensors.items():
+        for box in push.boxes(name):
+            push.push(name, Given(push.table[name], tensor, tuple(slice(0, extent) for extent in tensor.shape)), box)
+
+
+def finish(push: RankPush) -> str:
+    """All is pushed: assign a version, as the only rank there is. Returns it."""
+    push.finish()
+    version = assigned_version(push.staged.base_version, {push.place.device: push.filled().resident})
+    push.assign(version)
+    return version
 
 
 def await_change(served: Daemon, transaction: str) -> ChangeInfo:

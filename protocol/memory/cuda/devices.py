@@ -81,6 +81,20 @@ def find(wanted: str | int | None) -> Device:
     return fitting[0]
 
 
+def why_no_descriptors(device: Device) -> str | None:
+    """Why memory of ``device`` cannot be handed over as a descriptor; None where it can. Makes no context."""
+    attributes = driver.bindings().CUdevice_attribute
+    needed = {
+        "virtual memory management": attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        "memory as POSIX descriptors": attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    }
+    handle = driver.call("cuDeviceGet", device.ordinal, asked=f"device {device.ordinal}")
+    for what, attribute in needed.items():
+        if not driver.call("cuDeviceGetAttribute", attribute, handle, asked=f"whether {device.uuid} has {what}"):
+            return f"{device.uuid} ({device.name}), or its driver, has no {what}"
+    return None
+
+
 def _fits(device: Device, wanted: str) -> bool:
     if wanted.isdecimal() and len(wanted) < 4:
         return device.ordinal == int(wanted)

@@ -8,12 +8,17 @@ it.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
-from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.errors import InsufficientMemory, InvalidOption
 from weightcached.protocol.memory.cuda import driver, nvml
 from weightcached.protocol.memory.cuda.devices import Device
 from weightcached.protocol.memory.cuda.owned import Owned
+
+LARGEST_VARIABLE = "WEIGHTCACHED_SEGMENT_MAX_BYTES"
+"""Names the environment's word on how large an allocation may be, for a driver that is found to give less in one piece
+than there is. It moves every place, so all daemons of a group, and engines that load from disk, are given the same."""
 
 
 def properties(device: Device) -> Any:
@@ -37,6 +42,24 @@ def granularity(device: Device) -> int:
 def rounded(nbytes: int, multiple: int) -> int:
     """``nbytes`` rounded up to a multiple of the granularity; at least one."""
     return max(-(-nbytes // multiple), 1) * multiple
+
+
+def largest_nbytes(page_nbytes: Callable[[], int]) -> int | None:
+    """The most that one allocation may be, in whole pages. None where nobody says so: the driver names no limit but the
+    device itself, and whoever allocates more than that is told what holds its memory.
+
+    ``page_nbytes`` is called only where there is a limit. InvalidOption where :data:`LARGEST_VARIABLE` is less than
+    that.
+    """
+    said = os.environ.get(LARGEST_VARIABLE)
+    if said is None:
+        return None
+    multiple = page_nbytes()
+    if not (said.isascii() and said.isdecimal()) or int(said) < multiple:
+        raise InvalidOption(
+            f"unusable {LARGEST_VARIABLE}", expected=f"a number of bytes, {multiple} at least", found=said
+        )
+    return int(said) // multiple * multiple
 
 
 class Allocation(Owned):

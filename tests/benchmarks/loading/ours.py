@@ -47,7 +47,7 @@ def one_rank(
         opened_s = time.perf_counter()
         prepared = pipeline.prepare(checkpoint, config)
         prepared_s = time.perf_counter()
-        segment = host.allocate(prepared.placement.segment_nbytes, name="benchmark")
+        segment = host.allocate(prepared.placement.nbytes, name="benchmark")
         loaded = pipeline.load(checkpoint, prepared, segment, expendable=True)
         host.seal(segment)
     taken = clock.read()
@@ -65,7 +65,7 @@ def write_a_snapshot(directory: str, to: str) -> dict[str, Any]:
     config = build_config(model_dir, layout="fused", tp_size=1, tp_rank=0)
     with open_checkpoint(model_dir) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        nbytes = prepared.placement.segment_nbytes
+        nbytes = prepared.placement.nbytes
         segment = host.allocate(nbytes, name="benchmark")
         loaded = pipeline.load(checkpoint, prepared, segment, expendable=True)
         receipts = checkpoint.receipts.sha256
@@ -88,10 +88,10 @@ def from_a_snapshot(directory: str) -> dict[str, Any]:
     clock = Clock()
     with open_snapshot(Path(directory), _DEVICE) as opened:
         placement = snapshot.placement_of(opened)
-        segment = host.allocate(placement.segment_nbytes, name="benchmark")
+        segment = host.allocate(placement.nbytes, name="benchmark")
         snapshot.restore(opened, placement, segment)
         host.seal(segment)
-    return {**clock.read(), "nbytes": placement.segment_nbytes}
+    return {**clock.read(), "nbytes": placement.nbytes}
 
 
 def content_digest_alone(directory: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def decoded(model: str, *, rounds: int) -> dict[str, Any]:
     config = build_config(Path(model), layout="hf", tp_size=1, tp_rank=0)
     with open_checkpoint(Path(model)) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        with OwnedFds([host.allocate(prepared.placement.segment_nbytes, name="plan")]) as fds:
+        with OwnedFds([host.allocate(prepared.placement.nbytes, name="plan")]) as fds:
             loaded = pipeline.load(checkpoint, prepared, fds[0])
             manifest = pipeline.encode(
                 loaded, prepared, generation="0" * 32, version="v", receipts_version="r", digest=None

@@ -17,7 +17,7 @@ def rank(directory: str, tp_size: int, tp_rank: int) -> dict[str, Any]:
     before = _io()
     with open_checkpoint(directory) as checkpoint:
         prepared = pipeline.prepare(checkpoint, config)
-        segment = host.allocate(prepared.placement.segment_nbytes, name="benchmark")
+        segment = host.allocate(prepared.placement.nbytes, name="benchmark")
         figures = pipeline.load(checkpoint, prepared, segment).figures
     after = _io()
     return {

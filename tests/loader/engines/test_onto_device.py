@@ -14,7 +14,7 @@ import xxhash
 
 from tests.support.fakecuda import OUT_OF_MEMORY, UNKNOWN, CudaHere
 from tests.support.gpu_engine import host_tensor
-from weightcached.loader.device import DeviceSegment
+from weightcached.loader.device import DeviceSegments
 from weightcached.loader.engines import onto_device
 from weightcached.loader.engines.moving import copy_to, dense, place_of
 from weightcached.loader.engines.onto_device import copy_onto
@@ -41,8 +41,8 @@ def copied(kind: CudaVmm, monkeypatch: pytest.MonkeyPatch) -> Copied:
     def copied(state: PlacedState) -> tuple[bytes, dict[str, bytes], list[tuple[int, int]]]:
         nbytes, told = state.segment_nbytes, []
         with OwnedFds([kind.allocate(nbytes, name="test")]) as memory:
-            with to_be_filled(memory[0], kind, nbytes=nbytes) as target:
-                assert isinstance(target, DeviceSegment)
+            with to_be_filled(list(memory), kind, nbytes=(nbytes,)) as target:
+                assert isinstance(target, DeviceSegments)
                 places = [one for one in state.placed if one.alias_of is None]
                 digests = copy_onto(places, target, lambda done, total: told.append((done, total)))
             with closing(kind.map_readonly(memory[0], nbytes=nbytes)) as mapping:

@@ -21,6 +21,7 @@ from tests.support.resources import nothing_left_behind
 from tests.support.written import write
 from weightcached.protocol.assigned import is_assigned
 from weightcached.protocol.config import build_config
+from weightcached.protocol.memory import host
 
 LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 130, "num_key_value_heads": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 70, "n_positions": 16}
@@ -72,6 +73,28 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_push_is_as_a_load(tmp_path: Path, options: dict[str, Any]) -> None:
     served, trained = tiny_llama(tmp_path / "served", **LLAMA), other_values(tmp_path / "trained", **LLAMA)
     require_as_loaded(served, trained, **options)
+
+
+@pytest.mark.parametrize("way", ["hf", "fused, converted", "fused, fp8 measured first"])
+def test_a_push_into_several_segments_has_the_places_and_bytes_of_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Whole, and then on top of what was served: what is kept is copied segment by segment."""
+    monkeypatch.setattr(host, "segment_max_nbytes", 40 << 10)
+    served, trained = tiny_llama(tmp_path / "served", **LLAMA), other_values(tmp_path / "trained", **LLAMA)
+    before, after = load(served, **CASES[way]), load(trained, **CASES[way])
+    config, tensors = build_config(served, **CASES[way]), tensors_of(trained)
+    with loaded_base(served, config) as base:
+        assert len(base.manifest.meta.segments_nbytes) > 1
+        for names in (set(tensors), {name for name in tensors if "layers.1." in name}):
+            with pushing(served, config, base, partial=names != set(tensors)) as push:
+                push.push({name: tensors[name] for name in names})
+                manifest = push.finish()
+            assert manifest.meta.segments_nbytes == base.manifest.meta.segments_nbytes
+            for row in base.manifest:
+                wanted = after if names == set(tensors) or "layers.1." in row.name else before
+                assert push.data[row.name] == wanted.data[row.name], row.name
+                assert (manifest.row(row.name).segment, manifest.row(row.name).offset) == (row.segment, row.offset)
 
 
 def test_tied_weights_are_pushed_once_and_have_two_names(tmp_path: Path) -> None:
