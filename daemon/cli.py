@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from weightcached.daemon.stopping import stop_signals
-from weightcached.protocol.command_line import USAGE_EXIT
+from weightcached.protocol.command_line import INTERRUPTED_EXIT, USAGE_EXIT
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("weightcached.daemon.serve:main", "load one rank's weights and serve them"),
@@ -65,7 +65,8 @@ UNREAD_EXIT = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status. 64 when there is no such command.
+    """Run one subcommand; its exit status. 64 when there is no such command, 130 when it was interrupted and has no
+    other answer to that.
 
     Whoever reads the output may stop before its end, as ``head`` does: then the rest is left unsaid, and that is all.
     """
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT
     except BrokenPipeError:
         if not _is_unread():
             raise

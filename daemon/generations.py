@@ -48,7 +48,7 @@ class Generations:
         """The one that waits for a decision."""
         self.pins: set[str] = set()
         self.keep = keep
-        """How many besides the current one are kept for rollback."""
+        """How many versions besides the current one are kept for rollback."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -151,10 +151,22 @@ class Generations:
         return min((left for id_ in self._until_s if (left := self.pinned_for_s(id_)) is not None), default=None)
 
     def to_free(self, leased: Collection[str]) -> list[str]:
-        """Those that nothing holds and that are not kept for rollback either, the oldest first."""
-        previous = [one.generation.id for one in self.previous]
-        beyond = previous[: max(0, len(previous) - self.keep)]
-        return [id_ for id_ in beyond if not self._is_held(id_, leased)]
+        """Those that nothing holds and that are not kept for rollback either, the oldest first.
+
+        A version that is served or kept anyway is not kept twice: an update to what is served already leaves what can
+        be rolled back to where it was.
+        """
+        current = self.current
+        served = [] if current is None else [current.generation]
+        kept: list[Generation] = []
+        beyond: list[str] = []
+        for one in reversed(self.previous):
+            again = any(_same_version(one.generation, other) for other in served + kept)
+            if again or len(kept) == self.keep:
+                beyond.append(one.generation.id)
+            else:
+                kept.append(one.generation)
+        return [id_ for id_ in reversed(beyond) if not self._is_held(id_, leased)]
 
     def spare(self, leased: Collection[str]) -> list[str]:
         """Those that are merely kept for rollback, the oldest first: what room can be made of."""
@@ -162,6 +174,10 @@ class Generations:
 
     def _is_held(self, generation_id: str, leased: Collection[str]) -> bool:
         return generation_id in leased or generation_id == self.prepared or self.is_pinned(generation_id)
+
+
+def _same_version(one: Generation, other: Generation) -> bool:
+    return is_version(one, other.version) or is_version(one, other.receipts_version)
 
 
 def is_version(generation: Generation, version: str) -> bool:

@@ -120,7 +120,7 @@ def _held(one: GenerationInfo) -> str:
     text += f", {one.leases} lease{'' if one.leases == 1 else 's'}"
     if one.pinned:
         text += ", pinned" if one.pinned_for_s is None else f", pinned for {duration(one.pinned_for_s)}"
-    return f"{text}, from {one.origin}"
+    return f"{text}, {one.origin if one.origin.startswith('pushed by ') else f'from {one.origin}'}"
 
 
 def _silence(lease: LeaseInfo) -> str:

@@ -1,6 +1,6 @@
 """What every ``weightcached`` command has in common: how options are parsed, and the exit statuses that mean the same.
 
-Owns :class:`Parser`, the two shared exit statuses, and values that many options take: seconds, whole numbers, users and
+Owns :class:`Parser`, the shared exit statuses, and values that many options take: seconds, whole numbers, users and
 groups by name. What a command accepts, and its other statuses, are its own.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import grp
 import pwd
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +20,9 @@ USAGE_EXIT = 64
 
 BUG_EXIT = 70
 """An error that is ours (EX_SOFTWARE)."""
+
+INTERRUPTED_EXIT = 128 + signal.SIGINT
+"""As of a process that SIGINT ends."""
 
 _DAY_S = 86400
 

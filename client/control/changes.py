@@ -26,6 +26,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
 )
 from weightcached.protocol.hub import resolve as resolve_model
+from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.transaction import Versions
 
 _PAUSE_S = 0.5
@@ -110,7 +111,7 @@ async def change(
     await _end_others(where, group, wait=wait, force=force, told=told)
     group = await where.group()
     group.require_whole()
-    before = _current(group)
+    before = current_version(group)
     transaction = secrets.token_hex(16)
     coordinator = Coordinator(
         group,
@@ -129,7 +130,7 @@ async def change(
     while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
         away = await _not_serving(where, made)
-    version = made.version if made is not None else _current(await where.group())
+    version = made.version if made is not None else current_version(await where.group())
     return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s)
 
 
@@ -186,9 +187,11 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
             next_step="`weightcached update --resolve`, once rank 0 answers",
         )
     who = f" on rank {group.members[failure.rank].word}" if failure.rank is not None else ""
+    named = "" if group.name == DEFAULT_NAME else f" --name {group.name}"
     steps = {
-        "update_conflict": "wait for it; if whoever began it is gone, `weightcached update --resolve` ends it",
-        "ranks_disagree": "`weightcached generations` shows what each has; --align makes them one all the same",
+        "update_conflict": f"wait for it; if whoever began it is gone, `weightcached update --resolve{named}` ends it",
+        "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
+        "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --timeout allows for more time",
     }
     try:
         return kind(
@@ -200,7 +203,8 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
         return WeightCacheError(f"the weights were not changed{who}: {failure.why}", where=group.where)
 
 
-def _current(group: Group) -> str:
+def current_version(group: Group) -> str:
+    """What rank 0 serves."""
     state = group.leader.state
     current = state.generation(state.current) if state is not None else None
     return current.version if current is not None else "none"

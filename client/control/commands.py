@@ -11,8 +11,8 @@ import argparse
 import asyncio
 import sys
 
-from weightcached.client.control.changes import Changed, resolve, rollback, update
-from weightcached.client.control.coordinator import Step, Told, nobody
+from weightcached.client.control.changes import Changed, current_version, resolve, rollback, update
+from weightcached.client.control.coordinator import Step, Told
 from weightcached.client.control.course import Course, Phase
 from weightcached.client.control.group import TIMEOUT_S, Group, Where
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
@@ -31,7 +31,7 @@ _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
     "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
     "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
-    "64 bad options"
+    "64 bad options. An interruption gives up what is being prepared: 1; once that is being decided: 4"
 )
 _WORDS = {
     Phase.OPEN: "opening the change at rank 0",
@@ -40,6 +40,8 @@ _WORDS = {
     Phase.ABORT: "giving the change up",
     Phase.APPLY: "telling every rank",
 }
+_DECIDING = (Phase.COMMIT, Phase.READ, Phase.APPLY)
+"""Where a change may be committed, whatever becomes of its coordinator."""
 
 
 def update_main(argv: list[str]) -> int:
@@ -105,10 +107,10 @@ async def _rolled_back(given: argparse.Namespace, where: Where, told: Told) -> i
 
 
 def _run(prog: str, given: argparse.Namespace, what: object) -> int:
+    shown = Shown(prog, quiet=given.quiet)
     try:
         where = where_of(given, timeout_s=given.timeout)
-        told = nobody if given.quiet else Shown(prog)
-        return asyncio.run(what(given, where, told))  # type: ignore[operator, no-any-return]
+        return asyncio.run(what(given, where, shown))  # type: ignore[operator, no-any-return]
     except WeightCacheError as error:
         print(one_line(f"{prog}: {error}"), file=sys.stderr)
         if isinstance(error, InvalidOption):
@@ -117,10 +119,20 @@ def _run(prog: str, given: argparse.Namespace, what: object) -> int:
             return UNKNOWN_EXIT
         return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
     except KeyboardInterrupt:
+        return _interrupted(prog, shown)
+
+
+def _interrupted(prog: str, shown: Shown) -> int:
+    """A coordinator that is told to stop gives up what is not decided; afterwards it is rank 0's record that counts."""
+    if shown.phase in _DECIDING:
         print(
-            f"{prog}: interrupted: what was being prepared is given up; see `weightcached generations`", file=sys.stderr
+            f"{prog}: interrupted while it was decided: it is committed on every rank, or on none; next step: "
+            "`weightcached update --resolve` ends it and says which",
+            file=sys.stderr,
         )
-        return NOT_NOW_EXIT
+        return UNKNOWN_EXIT
+    print(f"{prog}: interrupted: what was being prepared is given up; see `weightcached generations`", file=sys.stderr)
+    return NOT_NOW_EXIT
 
 
 def where_of(given: argparse.Namespace, *, timeout_s: float) -> Where:
@@ -131,7 +143,8 @@ def where_of(given: argparse.Namespace, *, timeout_s: float) -> Where:
 
 
 def _show(changed: Changed) -> int:
-    print(f"{changed.version} is served by every rank, instead of {changed.before} ({changed.seconds:.1f} s)")
+    before = "as before" if changed.version == changed.before else f"instead of {changed.before}"
+    print(f"{changed.version} is served by every rank, {before} ({changed.seconds:.1f} s)")
     if not changed.away:
         return DONE_EXIT
     print(f"except {', '.join(changed.away)}: away, and will read rank 0's record when back", file=sys.stderr)
@@ -140,6 +153,9 @@ def _show(changed: Changed) -> int:
 
 def _show_resolved(group: Group, course: Course) -> int:
     away = {group.members[rank].word for rank in course.away} | {*group.missing}
+    if course.outcome is not None:
+        done = "committed" if course.outcome.is_commit else "given up"
+        print(f"what was left is {done}: {current_version(group)} is served")
     if not away:
         print("no change is under way")
         return DONE_EXIT
@@ -148,13 +164,20 @@ def _show_resolved(group: Group, course: Course) -> int:
 
 
 class Shown:
-    """Progress for people, on standard error: a line for each step, and for each rank when its stage changes."""
+    """Progress for people, on standard error: a line for each step, and for each rank when its stage changes. Quiet,
+    it only knows how far the coordinator has come.
+    """
 
-    def __init__(self, prog: str) -> None:
+    def __init__(self, prog: str, *, quiet: bool = False) -> None:
         self._prog = prog
+        self._quiet = quiet
         self._said: dict[str, str] = {}
+        self.phase: Phase | None = None
 
     def __call__(self, step: Step) -> None:
+        self.phase = step.phase
+        if self._quiet:
+            return
         if not step.reports and step.phase in _WORDS:
             self._say("", _WORDS[step.phase])
         for word, report in step.reports:

@@ -206,7 +206,7 @@ def _checked(given: argparse.Namespace) -> Command:
 
 def main(argv: list[str]) -> int:
     """Ask, print, and return the exit code."""
-    given = _parser().parse_args(argv)
+    given = _parser().parse_intermixed_args(argv)  # an ID may stand behind options, too
     try:
         chosen = _checked(given)
         runtime_dir = runtime_directory(given.runtime_dir)

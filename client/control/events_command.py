@@ -29,8 +29,6 @@ from weightcached.protocol.text import binary_size, one_line
 
 TOLD_EXIT, UNTOLD_EXIT, NONE_EXIT = 0, 1, 3
 
-_INTERRUPTED_EXIT = 130
-
 
 def in_words(said: Heard | Lost) -> str:
     """One line."""
@@ -106,7 +104,7 @@ def main(argv: list[str]) -> int:
         "directory (with --name: of that name), and with --follow what happens from then on: daemons that start\n"
         "later, or again, included. Only root and a daemon's own user may listen.",
         epilog="exit codes: 0 every place has told; 1 some could not be listened to; 3 there is none; 64 bad options.\n"
-        "With --follow it ends with a signal.",
+        "With --follow it ends with a signal: 130 interrupted.",
     )
     parser.add_argument("--follow", action="store_true", help="go on listening")
     parser.add_argument("--json", action="store_true", help="one JSON document a line")
@@ -127,8 +125,6 @@ def main(argv: list[str]) -> int:
             following = _follow(find, allowed=allow_list(given), forever=named is not None, json_lines=given.json)
             asyncio.run(following)
         told = asyncio.run(_snapshots(find(), allowed=allow_list(given), timeout_s=given.timeout))
-    except KeyboardInterrupt:
-        return _INTERRUPTED_EXIT
     except WeightCacheError as error:
         print(one_line(f"weightcached events: {error}"), file=sys.stderr)
         return USAGE_EXIT if isinstance(error, InvalidOption) else UNTOLD_EXIT

@@ -120,10 +120,13 @@ async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowe
     Raises DaemonAbsent where there is none; RanksDisagree where their ranks are not of one model, or one is there
     twice; DaemonUnreachable where no daemon of it answers.
     """
-    places = [one for one in places_in(runtime_dir) if one.name == name and one.socket_path.exists()]
+    served = [one for one in places_in(runtime_dir) if one.socket_path.exists()]
+    places = [one for one in served if one.name == name]
     if not places:
         raise DaemonAbsent(
             "no daemon serves under this name",
+            expected=name,
+            found=", ".join(sorted({one.name for one in served})) or "none",
             where=f"{runtime_dir}/{name}",
             next_step="name another with --runtime-dir and --name, or start the daemons",
         )

@@ -20,11 +20,12 @@ def version_held_by_all(group: Group, to: str | None) -> str:
     states = group.states()
     leading = [one for one in states[0][1].generations if one.standing != "prepared"]
     if to is None:
-        earlier = [one for one in leading if one.standing == "previous"]
+        current = next((one for one in leading if one.standing == "current"), None)
+        earlier = [one for one in leading if one.standing == "previous" and not (current and _is(one, current))]
         if not earlier:
             raise GenerationGone(
                 "there is nothing to roll back to",
-                expected="a generation that was served before",
+                expected="another version, served before",
                 found="only the current one at rank 0",
                 where=group.where,
                 next_step="update to its checkpoint instead",
@@ -52,11 +53,17 @@ def _one(infos: list[GenerationInfo], word: str, group: Group) -> GenerationInfo
     """The one generation or version that ``word`` is, or is the beginning of."""
     found = [one for one in infos if _matches(one, word)]
     if not found:
-        known = ", ".join(one.version for one in infos) or "none"
-        raise GenerationGone("no such version or generation is held", expected=word, found=known, where=group.where)
+        known = ", ".join(dict.fromkeys(one.version for one in infos)) or "none"
+        raise GenerationGone(
+            "no such version or generation is held",
+            expected=word,
+            found=known,
+            where=group.where,
+            next_step="`weightcached generations` shows what is",
+        )
     first = found[0]
     if any(not held(first).versions.same(Versions(one.version, one.receipts_version)) for one in found):
-        several = ", ".join(one.version for one in found)
+        several = ", ".join(dict.fromkeys(one.version for one in found))
         raise GenerationGone("several versions begin so", expected=word, found=several, where=group.where)
     return first
 

@@ -22,6 +22,7 @@ from tests.support.daemons import TIMEOUT_S, Log, arguments_for, scripted_daemon
 from tests.support.spots import Spot
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
+from weightcached.client.control import ctl_command
 from weightcached.client.verify import against_disk
 from weightcached.daemon.cli import COMMANDS
 from weightcached.daemon.text import binary_size, duration, one_line, table
@@ -62,6 +63,30 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback(
     finally:
         os.close(written)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_interrupted_command_ends_without_a_traceback(runtime_dir: Path) -> None:
+    """As ``weightcached wait``, while a daemon that took the connection says nothing."""
+    directory = runtime_dir / "default"
+    directory.mkdir(mode=0o700, parents=True)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(directory / "host-tp0of1.sock"))
+        silent.listen()
+        silent.settimeout(TIMEOUT_S)
+        command = [sys.executable, "-m", "weightcached.daemon", "wait", "--runtime-dir", str(runtime_dir)]
+        with subprocess.Popen([*command, "--timeout", "3600"], stderr=subprocess.PIPE, text=True) as waiting:
+            connection, _ = silent.accept()
+            with connection:
+                waiting.send_signal(signal.SIGINT)
+                _, errors = waiting.communicate(timeout=TIMEOUT_S)
+    assert waiting.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_what_ctl_is_about_may_stand_behind_options(tmp_path: Path) -> None:
+    place = ["--runtime-dir", str(tmp_path)]
+    for words in ([*place, "0" * 32], ["0" * 32, *place]):
+        assert ctl_command.main(["drop", "--force", *words]) == ctl_command.NOBODY_EXIT
 
 
 class TestStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.groups import Change, group, versions, waiting
 from weightcached.client import attach
 from weightcached.client.control import commands, drop, generations, held_commands, pin, resolve, rollback, update
+from weightcached.client.control.coordinator import Step
+from weightcached.client.control.course import Phase
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     DaemonAbsent,
@@ -116,7 +119,7 @@ def test_a_change_that_is_under_way_is_left_alone_or_ended_by_command(
 
 
 def test_what_every_rank_has_prepared_is_committed_by_whoever_comes_next(
-    ranks: list[Daemon], at: Path, newer: Path
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = versions(ranks)
     change = Change(ranks, from_directory(newer))
@@ -124,7 +127,8 @@ def test_what_every_rank_has_prepared_is_committed_by_whoever_comes_next(
     change.prepare()
     change.prepared()
     assert versions(ranks) == first
-    resolve(runtime_dir=at)
+    assert commands.update_main(["--resolve", "--runtime-dir", str(at)]) == commands.DONE_EXIT
+    assert "what was left is committed" in capsys.readouterr().out
     assert versions(ranks) != first
     assert change.commit().outcome == "committed"  # asked again, it is what it was
 
@@ -180,6 +184,51 @@ def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: 
     lost = [one for one in outcomes.values() if isinstance(one, WeightCacheError)]
     assert all(isinstance(one, UpdateConflict) for one in lost), outcomes
     assert len(lost) <= 1, "one of them, or both one after the other"
+
+
+@pytest.mark.parametrize(
+    ("phase", "status"), [(Phase.WAIT, commands.NOT_NOW_EXIT), (Phase.COMMIT, commands.UNKNOWN_EXIT)]
+)
+def test_an_interruption_says_whether_anything_may_have_changed(
+    ranks: list[Daemon],
+    at: Path,
+    newer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: Phase,
+    status: int,
+) -> None:
+    first = versions(ranks)
+
+    class Interrupting(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            if step.phase is phase:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(commands, "Shown", Interrupting)
+    assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == status
+    leader = generations(runtime_dir=at).leader.state
+    assert leader is not None
+    assert (leader.open is None) is (phase is Phase.WAIT)
+    resolve(runtime_dir=at)  # the other rank would read the record by itself, later
+    assert (versions(ranks) == first) is (phase is Phase.WAIT)
+
+
+def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    """As by a deployment that runs twice."""
+    before = [one.state().current for one in map(Changer, ranks)]
+    update(newer, runtime_dir=at)
+    arguments = ["--runtime-dir", str(at)]
+    assert commands.update_main(["--model", str(newer), *arguments]) == commands.DONE_EXIT
+    rollback(runtime_dir=at)
+    assert [one.state().current for one in map(Changer, ranks)] == before
+
+
+def test_who_is_not_there_is_told_which_are(ranks: list[Daemon], at: Path) -> None:
+    with pytest.raises(DaemonAbsent, match="expected: elsewhere; found: default"):
+        generations(runtime_dir=at, name="elsewhere")
 
 
 def test_pinned_versions_stay_and_dropped_ones_go(
