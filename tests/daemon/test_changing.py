@@ -226,7 +226,7 @@ def said_together(served: Daemon, *requests: Message) -> None:
                 dealer.send_multipart([number.to_bytes(REQUEST_ID_BYTES), encode_frame(CONTROL_REQUESTS, request)])
             os.kill(served.pid, signal.SIGCONT)
             for _ in some:
-                assert dealer.poll(TIMEOUT_S * 1000)
+                assert dealer.poll(int(TIMEOUT_S * 1000))
                 dealer.recv_multipart()
 
 
