@@ -73,9 +73,9 @@ def test_a_gpu_that_is_not_seen_is_a_deployments_error(fake_cuda: FakeCuda, tiny
 
 
 def test_the_owned_daemon_is_told_the_gpu_by_its_uuid() -> None:
-    options = parse(["--model", "m", "--prompt", "x", "--device", f"cuda:{UUID}"])
+    options = parse(["--model", "m", "--prompt", "x", "--device", f"cuda:{UUID}", "--memory", "cuda-vmm"])
     words = serve_command(options, "/models/m")
     assert words[words.index("--device") + 1] == f"cuda:{UUID}"
     assert words[words.index("--memory") + 1] == "cuda-vmm"
-    assert engine_command._place(options, chosen(options.device)).device == f"gpu-{UUID}"
+    assert engine_command._place(options, chosen(options.device, options.memory)).device == f"gpu-{UUID}"
     assert "--device" not in serve_command(EngineOptions(model="m"), "/models/m")
