@@ -143,6 +143,18 @@ class StateRecord(_Frozen):
         """The record of that generation, if there is one."""
         return next((one for one in self.generations if one.id == generation_id), None)
 
+    def without_history(self) -> StateRecord:
+        """The same without what can be found out again (proven receipts), or is hardly asked for any more (all but the
+        last of what was aborted)."""
+        bare = tuple(one.model_copy(update={"proven_receipts": ()}) for one in self.generations)
+        ledger = self.ledger.model_copy(update={"aborted": self.ledger.aborted[-1:]})
+        return self.model_copy(update={"generations": bare, "ledger": ledger})
+
+    @property
+    def room_nbytes(self) -> int:
+        """What is left of a slot once this is in it; negative where it does not fit."""
+        return SLOT_NBYTES - _HEADER.size - len(msgpack.packb(self.model_dump()))
+
 
 class StateFile:
     """Owns ``fd``, a memfd of two slots. Made by :meth:`create` and :meth:`open`."""
