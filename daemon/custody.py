@@ -32,7 +32,7 @@ from weightcached.daemon.vault import Keeping, Vault
 from weightcached.protocol.errors import InsufficientMemory, InternalError, TransferError
 
 ATTEMPTS_MAX = 3
-"""Adoptions that may fail in a row (the keeper was killed, or crashed); then what came back is quarantined."""
+"""Adoptions that may fail in a row (the keeper was killed, or crashed); then what was looked at is quarantined."""
 DECISION_NBYTES = 16 * 1024
 """Of the state record: what is kept for saying that a change is prepared, and what was decided."""
 
@@ -114,16 +114,20 @@ class Custody:
                 came[one.id].recorded_nbytes = one.resident_nbytes
         quarantined = [id_ for id_ in record.quarantined if id_ in came]
         fresh = [id_ for id_ in came if id_ not in quarantined]
-        attempts = record.adoption_attempts
+        attempts, examining = record.adoption_attempts, record.examining
         if fresh and attempts >= ATTEMPTS_MAX:
-            log.error("quarantined: adoption failed too often", extra={"generations": fresh, "attempts": attempts})
-            quarantined, fresh, attempts = [*quarantined, *fresh], [], 0
-        elif fresh:
+            # Where none had been looked at it may be any of them.
+            suspects = [record.examining] if record.examining in fresh else fresh
+            log.error("quarantined: adoption failed too often", extra={"generations": suspects, "attempts": attempts})
+            quarantined, fresh = [*quarantined, *suspects], [id_ for id_ in fresh if id_ not in suspects]
+            attempts, examining = 0, None
+        if fresh:
             attempts += 1
         self.change(
             vault_id=record.vault_id or secrets.token_hex(16),
             starts=record.starts + 1,
             adoption_attempts=attempts,
+            examining=examining,
             quarantined=tuple(quarantined),
             generations=tuple(one for one in record.generations if one.id in came or one.id == record.current),
         )
@@ -230,9 +234,14 @@ class Custody:
         else:
             self.change(generations=generations)
 
+    def examine(self, generation_id: str) -> None:
+        """Say which one is looked at from now on, before anything that could fail is done with it."""
+        if self.record.examining != generation_id:
+            self.change(examining=generation_id)
+
     def attempt_ended(self) -> None:
         """Adopted, refused for a reason, or told to stop: it was no failure of the kind that is counted."""
-        self.change(adoption_attempts=0)
+        self.change(adoption_attempts=0, examining=None)
 
     async def refuse(self, generation_id: str) -> None:
         """Remove what came back and can never be adopted. That it was served last is remembered."""

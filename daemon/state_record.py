@@ -127,6 +127,8 @@ class StateRecord(_Frozen):
     adoptions: Count = 0
     adoption_attempts: Count = 0
     """Begun since the last one that ended."""
+    examining: Hex32 | None = None
+    """The generation that an adoption looked at last, and has not ended since: where it crashed, that one is why."""
     current: Hex32 | None = None
     """The generation that is served, or was last."""
     generations: Annotated[tuple[GenerationRecord, ...], Field(strict=False)] = ()

@@ -1,13 +1,18 @@
-"""The record that custody keeps, when it is nearly full: what begins something is refused, what ends it is written."""
+"""The record that custody keeps. When it is nearly full, what begins something is refused, and what ends it is written.
+When keepers die adopting, what they looked at is quarantined.
+"""
 
+import asyncio
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.generations import generation
 from weightcached.daemon.change_custody import ChangeCustody
-from weightcached.daemon.custody import DECISION_NBYTES, Custody, record_of
+from weightcached.daemon.custody import ATTEMPTS_MAX, DECISION_NBYTES, Custody, record_of
 from weightcached.daemon.holdings import Holdings
+from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.state_record import (
     PROVEN_MAX,
     SLOT_NBYTES,
@@ -18,6 +23,8 @@ from weightcached.daemon.state_record import (
 )
 from weightcached.daemon.vault import NoVault
 from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory import names
 from weightcached.protocol.transaction import ABORTED_MAX, COMMITTED_MAX, Held, Outcome, Prepared, Versions
 
 TRANSACTION = "f" * 32
@@ -92,3 +99,41 @@ def test_what_never_fits_is_an_error_with_a_name_and_changes_nothing(custody: Cu
     with pytest.raises(InsufficientMemory, match="state record"):
         custody.change(generations=(*before.generations, first.model_copy(update={"model_dir": "/" * SLOT_NBYTES})))
     assert custody.record == before
+
+
+def handed_over(state_fd: int, ids: list[str]) -> HandedOver:
+    """The state and the manifests of generations, as a vault hands them over."""
+    manifests = [os.memfd_create(names.manifest_name(id_)) for id_ in ids]
+    return HandedOver(("state", *(f"g{id_}.m" for id_ in ids)), OwnedFds([os.dup(state_fd), *manifests]))
+
+
+@pytest.mark.parametrize(
+    ("examined", "quarantined"),
+    [("b" * 32, {"b" * 32}), (None, {"a" * 32, "b" * 32})],
+    ids=["that one", "before any was looked at"],
+)
+def test_what_was_being_looked_at_when_three_keepers_died_is_quarantined(
+    examined: str | None, quarantined: set[str]
+) -> None:
+    ids = ["a" * 32, "b" * 32]
+    state = StateFile.create()
+    generations = tuple(record_of(generation(id=id_)) for id_ in ids)
+    state.write(state.record.model_copy(update={"generations": generations, "current": ids[0], "starts": 1}))
+    fd = state.fd
+
+    async def die_three_times() -> tuple[set[str], set[str], int]:
+        for _ in range(ATTEMPTS_MAX):
+            dying = await Custody.open(NoVault(), handed_over(fd, ids))
+            assert dying.candidates.keys() == set(ids)
+            if examined is not None:
+                dying.examine(ids[0])
+                dying.examine(examined)
+            dying.close()
+        next_one = await Custody.open(NoVault(), handed_over(fd, ids))
+        found = set(next_one.quarantined), set(next_one.candidates), next_one.record.adoption_attempts
+        next_one.close()
+        return found
+
+    left = set(ids) - quarantined
+    assert asyncio.run(die_three_times()) == (quarantined, left, 1 if left else 0)
+    state.close()
