@@ -185,6 +185,7 @@ class Acquiring:
 
     async def _examine(self, generation_id: str) -> Whole:
         recorded = self._custody.record.generation(generation_id)
+        self._custody.examine(generation_id)
         return await examine(generation_id, self._custody.candidates[generation_id], recorded)
 
     async def _verify_if_told(self, whole: Whole) -> None:

@@ -9,11 +9,14 @@ then its descriptors, then its record. The rules are ``protocol/transaction.py``
 
 from __future__ import annotations
 
-from weightcached.daemon.custody import Custody
+from weightcached.daemon.custody import DECISION_NBYTES, Custody
 from weightcached.daemon.generation import Generation
 from weightcached.daemon.state_record import CommittedRecord, LedgerRecord, PreparedRecord
 from weightcached.daemon.vault import Keeping
 from weightcached.protocol.transaction import Decision, Ledger, Outcome, Versions
+
+CHANGE_NBYTES = DECISION_NBYTES + 48 * 1024
+"""Of the state record: what has to be left before a change, or a pin, is begun. Another generation fits into it."""
 
 
 class ChangeCustody:
@@ -40,6 +43,10 @@ class ChangeCustody:
     def write_ledger(self, ledger: Ledger) -> None:
         """The leader's record, and nothing else. A change that is prepared here is not decided by it."""
         self._custody.change(ledger=_kept(ledger))
+
+    def require_room(self) -> None:
+        """Raises InsufficientMemory where the record may not hold what another change writes, decision included."""
+        self._custody.require_room(nbytes=CHANGE_NBYTES)
 
     async def stage(self, generation: Generation, prepared: PreparedRecord) -> Keeping:
         """Put what was made for a change into the vault, and write down that it is prepared. Where the vault does not
@@ -75,7 +82,11 @@ class ChangeCustody:
         self._custody.change(prepared=None, ledger=record.ledger if ledger is None else _kept(ledger))
 
     def pin(self, generation_id: str, *, pinned: bool) -> None:
-        """Whether it is kept whatever else would have it freed."""
+        """Whether it is kept whatever else would have it freed. Raises InsufficientMemory where no room is left to say
+        that it is.
+        """
+        if pinned:
+            self.require_room()
         others = tuple(one for one in self._custody.record.pins if one != generation_id)
         self._custody.change(pins=(*others, generation_id) if pinned else others)
 

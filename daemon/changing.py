@@ -104,7 +104,9 @@ class Changing:
     # Preparing
 
     def prepare(self, asked: Prepare) -> None:
-        """Begin, unless this change has begun already. Raises UpdateConflict, or why nothing is served here."""
+        """Begin, unless this change has begun already. Raises UpdateConflict, InsufficientMemory where the
+        state record has no room for it, or why nothing is served here.
+        """
         if self.info is not None and self.info.transaction == asked.transaction:
             return
         current = self.require_serving()
@@ -116,6 +118,7 @@ class Changing:
             )
         held = Held(current.id, current.versions)
         require_may_prepare(asked.transaction, base=asked.base, current=held, prepared=self.prepared)
+        self._changes.require_room()
         self.info = ChangeInfo(transaction=asked.transaction, state="preparing", leader=asked.leader)
         self._pushed = None
         if isinstance(asked.source, FromTrainer):

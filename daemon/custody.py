@@ -29,10 +29,12 @@ from weightcached.daemon.state_record import (
     StateRecord,
 )
 from weightcached.daemon.vault import Keeping, Vault
-from weightcached.protocol.errors import InternalError, TransferError
+from weightcached.protocol.errors import InsufficientMemory, InternalError, TransferError
 
 ATTEMPTS_MAX = 3
-"""Adoptions that may fail in a row (the keeper was killed, or crashed); then what came back is quarantined."""
+"""Adoptions that may fail in a row (the keeper was killed, or crashed); then what was looked at is quarantined."""
+DECISION_NBYTES = 16 * 1024
+"""Of the state record: what is kept for saying that a change is prepared, and what was decided."""
 
 log = logging.getLogger(__name__)
 
@@ -112,16 +114,20 @@ class Custody:
                 came[one.id].recorded_nbytes = one.resident_nbytes
         quarantined = [id_ for id_ in record.quarantined if id_ in came]
         fresh = [id_ for id_ in came if id_ not in quarantined]
-        attempts = record.adoption_attempts
+        attempts, examining = record.adoption_attempts, record.examining
         if fresh and attempts >= ATTEMPTS_MAX:
-            log.error("quarantined: adoption failed too often", extra={"generations": fresh, "attempts": attempts})
-            quarantined, fresh, attempts = [*quarantined, *fresh], [], 0
-        elif fresh:
+            # Where none had been looked at it may be any of them.
+            suspects = [record.examining] if record.examining in fresh else fresh
+            log.error("quarantined: adoption failed too often", extra={"generations": suspects, "attempts": attempts})
+            quarantined, fresh = [*quarantined, *suspects], [id_ for id_ in fresh if id_ not in suspects]
+            attempts, examining = 0, None
+        if fresh:
             attempts += 1
         self.change(
             vault_id=record.vault_id or secrets.token_hex(16),
             starts=record.starts + 1,
             adoption_attempts=attempts,
+            examining=examining,
             quarantined=tuple(quarantined),
             generations=tuple(one for one in record.generations if one.id in came or one.id == record.current),
         )
@@ -188,7 +194,8 @@ class Custody:
     async def store(self, generation: Generation, *, staged: bool = False) -> Keeping:
         """Record a generation and put it into the vault, whole or not at all; says how it is kept.
 
-        Memory that dies with its holder is no vault's to keep.
+        Memory that dies with its holder is no vault's to keep. Raises InsufficientMemory, and has done nothing, where
+        the record has no room for it, or for the decision that follows.
         """
         if generation.kind.dies_with_holder:
             keeping = self._keeping[generation.id] = Keeping(
@@ -198,7 +205,9 @@ class Custody:
         names = stored_names(generation.id, segments=len(generation.segments_nbytes))
         fds = [generation.memory[position] for position in (*range(1, 1 + len(generation.segments_nbytes)), 0)]
         recorded = record_of(generation).model_copy(update={"staged": staged})
-        self.change(generations=(*self.record.generations, recorded))
+        generations = (*self.record.generations, recorded)
+        self.require_room(nbytes=DECISION_NBYTES if staged else 0, generations=generations)
+        self.change(generations=generations)
         self._names[generation.id] = set(names)
         try:
             keeping = await self._vault.keep(list(zip(names, fds, strict=True)))
@@ -225,9 +234,14 @@ class Custody:
         else:
             self.change(generations=generations)
 
+    def examine(self, generation_id: str) -> None:
+        """Say which one is looked at from now on, before anything that could fail is done with it."""
+        if self.record.examining != generation_id:
+            self.change(examining=generation_id)
+
     def attempt_ended(self) -> None:
         """Adopted, refused for a reason, or told to stop: it was no failure of the kind that is counted."""
-        self.change(adoption_attempts=0)
+        self.change(adoption_attempts=0, examining=None)
 
     async def refuse(self, generation_id: str) -> None:
         """Remove what came back and can never be adopted. That it was served last is remembered."""
@@ -294,15 +308,29 @@ class Custody:
         self.holdings.close()
         self._state.close()
 
+    def require_room(self, *, nbytes: int, **changes: object) -> None:
+        """Raises InsufficientMemory unless the record with these changes, and without history, leaves ``nbytes``."""
+        left = self.record.model_copy(update=changes).without_history().room_nbytes
+        if left < nbytes:
+            raise InsufficientMemory(
+                "the state record has no room for more",
+                expected=f"{nbytes} bytes for what follows",
+                found=f"{left} bytes beside what is written down of {len(self.record.generations)} generations",
+                next_step="`weightcached generations` shows what is held; unpin or drop what is not needed",
+            )
+
     def change(self, **changes: object) -> None:
-        """Write the record anew with these fields: one write, which is there whole or not at all. For custody's own."""
+        """Write the record anew with these fields: one write, which is there whole or not at all. For custody's own.
+
+        History makes room where there is none. Raises InsufficientMemory where that does not suffice; a decision always
+        fits, because room was kept for it (:meth:`require_room`).
+        """
         record = self.record.model_copy(update=changes)
-        try:
-            self._state.write(record)
-        except ValueError as error:
-            log.warning("foreign receipts are not remembered any more", extra={"reason": str(error)})
-            bare = tuple(one.model_copy(update={"proven_receipts": ()}) for one in record.generations)
-            self._state.write(record.model_copy(update={"generations": bare}))
+        if record.room_nbytes < 0:
+            log.warning("foreign receipts, and what was aborted before, are not remembered any more")
+            self.require_room(nbytes=0, **changes)
+            record = record.without_history()
+        self._state.write(record)
 
 
 async def _open_state(vault: Vault, holdings: Holdings) -> StateFile:

@@ -71,6 +71,8 @@ class Following:
                 if str(error) != told:
                     told = str(error)
                     log.warning("the leader's decision is not known yet", extra={"code": error.code, "reason": told})
+            except Exception:  # this rank must go on asking: nobody else tells it what was decided
+                log.exception("reading the leader's decision met an error of ours")
             if self._is_over:
                 return
             try:

@@ -100,9 +100,17 @@ class Making:
         await verify(generation.kind, generation.memory[0], generation.segments, yields=True)
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
-        """Into the vault; older ones that are merely kept for rollback make room there, too."""
+        """Into the vault; older ones that are merely kept for rollback make room there, too. Not where the vault could
+        not be asked: nothing says then that it is full.
+        """
         self._record.progress.update("vault")
         while (keeping := await self._changes.stage(generation, waiting)).state == "dropped":
+            if keeping.unreachable:
+                raise ManagerUnreachable(
+                    "the vault cannot be asked whether it keeps what the change has made",
+                    found=keeping.reason,
+                    next_step="see whether systemd, or `weightcached supervise`, still runs; then begin anew",
+                )
             if not await self._freeing.make_room():
                 raise ManagerUnreachable(
                     "the vault does not keep another generation beside what is served",

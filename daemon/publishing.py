@@ -39,6 +39,7 @@ class Publishing:
         self._holding = holding
         self._tell = tell
         self._reproving: list[Reproving] = []
+        """Those whose process may still run: of what is current, and earlier ones that are being ended."""
 
     def publish(
         self, generation: Generation, proven: ProvenReceipts, unproven: str | None, *, adopted: bool = False
@@ -127,6 +128,7 @@ class Publishing:
         """Of what is current now; nobody has to know any more what became of the files of the one before."""
         for earlier in self._reproving:
             earlier.cancel()
+        self._reproving = [earlier for earlier in self._reproving if not earlier.has_ended]
         published = self._record.published
         if generation.pushed_by is not None or published is None:
             return

@@ -122,6 +122,11 @@ class Reproving:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 
+    @property
+    def has_ended(self) -> bool:
+        """There is a verdict, or it was ended and its process is gone."""
+        return self._task is None or self._task.done()
+
     def cancel(self) -> None:
         """Begin to end it: nobody hears a verdict any more."""
         if self._task is not None:

@@ -127,6 +127,8 @@ class StateRecord(_Frozen):
     adoptions: Count = 0
     adoption_attempts: Count = 0
     """Begun since the last one that ended."""
+    examining: Hex32 | None = None
+    """The generation that an adoption looked at last, and has not ended since: where it crashed, that one is why."""
     current: Hex32 | None = None
     """The generation that is served, or was last."""
     generations: Annotated[tuple[GenerationRecord, ...], Field(strict=False)] = ()
@@ -142,6 +144,18 @@ class StateRecord(_Frozen):
     def generation(self, generation_id: str) -> GenerationRecord | None:
         """The record of that generation, if there is one."""
         return next((one for one in self.generations if one.id == generation_id), None)
+
+    def without_history(self) -> StateRecord:
+        """The same without what can be found out again (proven receipts), or is hardly asked for any more (all but the
+        last of what was aborted)."""
+        bare = tuple(one.model_copy(update={"proven_receipts": ()}) for one in self.generations)
+        ledger = self.ledger.model_copy(update={"aborted": self.ledger.aborted[-1:]})
+        return self.model_copy(update={"generations": bare, "ledger": ledger})
+
+    @property
+    def room_nbytes(self) -> int:
+        """What is left of a slot once this is in it; negative where it does not fit."""
+        return SLOT_NBYTES - _HEADER.size - len(msgpack.packb(self.model_dump()))
 
 
 class StateFile:

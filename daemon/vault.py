@@ -35,6 +35,8 @@ class Keeping:
 
     state: VaultState
     reason: str | None = None
+    unreachable: bool = False
+    """Nobody could be asked: ``dropped`` is the worst case then, and no answer. Fewer descriptors would not help."""
 
 
 class Vault(Protocol):
@@ -105,7 +107,7 @@ class NotifyVault:
                 await self._notifier.barrier()
                 keeping = await self._proof()
         except ManagerUnreachable as error:
-            keeping = Keeping("dropped", str(error))
+            keeping = Keeping("dropped", str(error), unreachable=True)
         if keeping.state != "kept":
             log.warning("the vault", extra={"state": keeping.state, "reason": keeping.reason})
         return keeping
@@ -138,6 +140,7 @@ class NotifyVault:
             missing = self._held - Counter(await self._notifier.kept())
             if not missing:
                 return Keeping("kept")
+            await self._notifier.barrier()  # one that died in its answer looks like less kept; this finds out
             return Keeping("dropped", f"the supervisor does not keep {', '.join(sorted(missing))}: raise --store-max")
         expected = self._held.total()
         found = await _systemd_count(self._unit) if self._unit else None

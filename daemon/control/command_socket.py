@@ -26,6 +26,8 @@ from weightcached.protocol.messages import Message
 UNDER_WAY_MAX = 256
 UNDER_WAY_EACH_MAX = 32
 """Commands of one connection that are not answered yet."""
+WAITING_MAX = UNDER_WAY_MAX // 2
+"""Of those in all, the ones that merely wait: however many wait, what they wait for can be decided."""
 
 _QUEUED_MAX = 16
 _BATCH = 16
@@ -96,7 +98,7 @@ class CommandSocket:
     def _begin(self, number: int, identity: bytes, request_id: bytes, data: bytes) -> None:
         try:
             request = decode_frame(CONTROL_REQUESTS, data)
-            self._require_room(number)
+            self._require_room(number, waits=isinstance(request, AwaitChange))
         except WeightCacheError as error:
             log.warning("refused", extra={"code": error.code, "reason": str(error)})
             self._answer(identity, request_id, refusal(error))
@@ -107,8 +109,16 @@ class CommandSocket:
             book.setdefault(number, set()).add(task)
         task.add_done_callback(lambda done: self._ended(number, done))
 
-    def _require_room(self, number: int) -> None:
+    def _require_room(self, number: int, *, waits: bool) -> None:
         each, in_all = len(self._tasks.get(number, ())), sum(map(len, self._tasks.values()))
+        waiting = sum(map(len, self._waiting.values()))
+        if waits and waiting >= WAITING_MAX:
+            raise DaemonNotReady(
+                "too many wait for the end of a change",
+                expected=f"fewer than {WAITING_MAX}",
+                found=str(waiting),
+                next_step="ask again later, or ask for the state instead of waiting",
+            )
         if each >= UNDER_WAY_EACH_MAX or in_all >= UNDER_WAY_MAX:
             raise DaemonNotReady(
                 "too many commands are under way",

@@ -1,21 +1,27 @@
 """A rank that has prepared a change and is not the leader: it reads the decision where it is written, sooner or later,
 and never assumes one."""
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
 from tests.support.daemons import Daemon, converse
 from tests.support.manager import Manager
-from weightcached.protocol.control import Prepare, RankState, Resolve
+from weightcached.daemon.following import Following
+from weightcached.protocol.control import ChangeInfo, Decided, Prepare, RankState, Resolve
 from weightcached.protocol.errors import InvalidOption, InvalidPlace
 from weightcached.protocol.framing import Frame
-from weightcached.protocol.messages import Grant
+from weightcached.protocol.messages import Grant, Message
+from weightcached.protocol.places import Place
+from weightcached.protocol.transaction import Decision, Outcome
 
 
 @pytest.fixture
@@ -151,3 +157,35 @@ def test_an_engine_that_wants_what_is_prepared_waits_for_the_decision(
             assert version in (frame.message.version, frame.message.receipts_version)
     finally:
         channel.close()
+
+
+def test_an_error_of_ours_does_not_end_the_following(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that had stopped asking would hold what is prepared for ever, and say nothing."""
+    transaction = new_transaction()
+    prepared = ChangeInfo(transaction=transaction, state="prepared", leader="host-tp0of2")
+    changing = SimpleNamespace(info=prepared)
+    acted: list[Decision] = []
+    decided = asyncio.Event()
+
+    async def act(decision: Decision) -> None:
+        if not acted:
+            acted.append(decision)
+            raise ZeroDivisionError("ours")
+        changing.info = prepared.model_copy(update={"state": "aborted"})
+        decided.set()
+
+    async def asked(_place: Place, _request: Message, _answer: Any, *, deadline: Any) -> Any:
+        return Decided(transaction=transaction, outcome=Outcome.ABORTED, vault_id="3" * 32)
+
+    async def follow() -> None:
+        changing.act = act
+        following = Following(Place(Path("/run"), "default", "host-tp1of2"), changing, asked)  # type: ignore[arg-type]
+        following.start()
+        async with asyncio.timeout(20):
+            await decided.wait()
+        await following.stop()
+
+    asyncio.run(follow())
+    [record] = [one for one in caplog.records if one.exc_info]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError

@@ -54,6 +54,7 @@ FULL = StateRecord(
     starts=7,
     adoptions=3,
     adoption_attempts=1,
+    examining="f" * 32,
     current="a" * 32,
     generations=(generation(), generation(id="f" * 32, digest=None, hub_id=None)),
     quarantined=("1" * 32,),

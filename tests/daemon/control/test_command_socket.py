@@ -17,7 +17,13 @@ import zmq
 from tests.support.resources import open_fds
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.control import command_socket
-from weightcached.daemon.control.command_socket import UNDER_WAY_EACH_MAX, CommandSocket, Handler
+from weightcached.daemon.control.command_socket import (
+    UNDER_WAY_EACH_MAX,
+    UNDER_WAY_MAX,
+    WAITING_MAX,
+    CommandSocket,
+    Handler,
+)
 from weightcached.daemon.control.door import CONNECTIONS_MAX
 from weightcached.protocol.control import (
     CONTROL_ANSWERS,
@@ -228,6 +234,32 @@ def test_one_connection_may_have_so_many_under_way(claim: Claim, on_loop) -> Non
                 assert isinstance(refused, Refused)
                 assert refused.code == "daemon_not_ready"
                 assert (await ask_first(place)).outcome == "open"  # the others' share is not touched
+
+    on_loop(look())
+
+
+def test_however_many_wait_others_are_answered(claim: Claim, on_loop) -> None:
+    """Or those who wait for a decision would keep out whoever decides."""
+    wait = encode_frame(CONTROL_REQUESTS, HOUR)
+
+    async def look() -> None:
+        async with served(claim) as place:
+            with contextlib.ExitStack() as all_of_them:
+                waiting = [all_of_them.enter_context(dealer(place)) for _ in range(UNDER_WAY_MAX // UNDER_WAY_EACH_MAX)]
+                for one in waiting:
+                    for number in range(UNDER_WAY_EACH_MAX):
+                        one.send_multipart([number.to_bytes(8, "big"), wait])
+                refused = 0
+                while refused < UNDER_WAY_MAX - WAITING_MAX:
+                    await readable(waiting, 20)
+                    ready = [one for one in waiting if one.poll(0)]
+                    assert ready, refused
+                    for one in ready:
+                        answer = decode_frame(CONTROL_ANSWERS, (await received(one))[1])
+                        assert isinstance(answer, Refused)
+                        assert answer.code == "daemon_not_ready"
+                        refused += 1
+                assert (await ask_first(place)).outcome == "open"
 
     on_loop(look())
 

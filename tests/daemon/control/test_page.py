@@ -47,6 +47,7 @@ def test_limits_are_those_of_the_code() -> None:
         "connections at one socket": str(door.CONNECTIONS_MAX),
         "commands under way": str(command_socket.UNDER_WAY_MAX),
         "commands under way of one connection": str(command_socket.UNDER_WAY_EACH_MAX),
+        "commands that merely wait (`AwaitChange`)": str(command_socket.WAITING_MAX),
         "silence before the greeting": f"{door.HANDSHAKE_MAX_S:g}",
         "events that wait for one listener": str(event_socket.QUEUED_MAX),
     }
