@@ -149,6 +149,44 @@ def test_a_forked_child_has_the_barrier_without_the_readers_of_its_parent() -> N
         reading.result(20)
 
 
+def test_a_child_forked_by_another_thread_while_readers_are_stopped_lets_nobody_in() -> None:
+    """What it has of the weights may be half an exchange, which nobody ends there."""
+    barrier = Barrier()
+
+    def child() -> None:
+        with pytest.raises(BarrierError, match=r"forked while weights were being exchanged.*next step"):
+            barrier.reading().__enter__()
+        with pytest.raises(BarrierError, match="forked while"):
+            barrier.stopped(timeout_s=5).__enter__()
+
+    with ThreadPoolExecutor() as threads:
+        with barrier.stopped():
+            threads.submit(in_child, child).result(60)
+        with barrier.reading():  # the parent's goes on
+            pass
+
+
+def test_a_child_forked_while_readers_are_still_waited_for_has_the_barrier() -> None:
+    """Nothing is exchanged yet."""
+    barrier = Barrier()
+
+    def child() -> None:
+        with barrier.reading():
+            pass
+
+    def stop() -> None:
+        with barrier.stopped(timeout_s=60):
+            pass
+
+    with ThreadPoolExecutor() as threads:
+        with barrier.reading():
+            stopping = threads.submit(stop)
+            while barrier._stopped is None:
+                pass
+            threads.submit(in_child, child).result(60)
+        stopping.result(20)
+
+
 def test_many_readers_and_those_who_stop_them_never_meet() -> None:
     barrier, inside, met = Barrier(), [0], []
     guard = threading.Lock()
