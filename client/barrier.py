@@ -165,9 +165,19 @@ class Stopped:
         self.begun = True
 
     def end(self) -> None:
+        """Calls all that was left for afterwards, then raises the first error of theirs, with notes of the others."""
         self.seconds = time.perf_counter() - self._began_s
+        first: BaseException | None = None
         for call in self._afterwards:
-            call()
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - raised below: what others have to give back does not wait
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"and then: {error!r}")
+        if first is not None:
+            raise first
 
     def require(self, barrier: Barrier, what: str) -> None:
         """Raises BarrierError, unless this has stopped the readers of ``barrier`` now, and is asked by its thread."""

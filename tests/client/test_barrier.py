@@ -129,6 +129,30 @@ def test_what_is_left_for_afterwards_is_done_when_readers_have_gone_on() -> None
     assert done == ["read", "afterwards"]
 
 
+def test_all_that_is_left_for_afterwards_is_done_whatever_the_first_raises() -> None:
+    barrier, done = Barrier(), []
+
+    def failing() -> None:
+        done.append("failing")
+        raise OSError("the first")
+
+    def failing_too() -> None:
+        done.append("failing too")
+        raise ValueError("the second")
+
+    def stop() -> None:
+        with barrier.stopped() as stopped:
+            for each in (failing, failing_too, lambda: done.append("unmapped")):
+                stopped.afterwards(each)
+
+    with pytest.raises(OSError, match="the first") as raised:
+        stop()
+    assert done == ["failing", "failing too", "unmapped"]
+    assert raised.value.__notes__ == ["and then: ValueError('the second')"]
+    with barrier.reading():
+        pass
+
+
 def test_a_forked_child_has_the_barrier_without_the_readers_of_its_parent() -> None:
     barrier, inside, leave = Barrier(), threading.Event(), threading.Event()
 
