@@ -238,8 +238,11 @@ def test_pinned_versions_stay_and_dropped_ones_go(
     looked = generations(runtime_dir=at)
     earlier = next(one for one in looked.states()[0][1].generations if one.standing == "previous")
     pin(earlier.version, runtime_dir=at)
-    with pytest.raises(UpdateConflict, match="pinned"):
+    with pytest.raises(UpdateConflict, match="pinned") as refused:
         drop(earlier.version, runtime_dir=at)
+    assert str(refused.value.where) == f"tp0of2 at {ranks[0].place.socket_path}"
+    with pytest.raises(UpdateConflict, match=rf"is needed.*where: tp1of2 at {ranks[1].place.socket_path}"):
+        drop(str(looked.states()[1][1].current), runtime_dir=at)
     arguments = ["--runtime-dir", str(at)]
     assert held_commands.unpin_main([earlier.version, *arguments]) == 0
     assert held_commands.drop_main([earlier.version, *arguments]) == 0
