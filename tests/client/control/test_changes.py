@@ -186,6 +186,7 @@ def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: 
     assert len(lost) <= 1, "one of them, or both one after the other"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("phase", "status"), [(Phase.WAIT, commands.NOT_NOW_EXIT), (Phase.COMMIT, commands.UNKNOWN_EXIT)]
 )
@@ -196,6 +197,7 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     monkeypatch: pytest.MonkeyPatch,
     phase: Phase,
     status: int,
+    number: int,
 ) -> None:
     first = versions(ranks)
 
@@ -203,7 +205,7 @@ def test_an_interruption_says_whether_anything_may_have_changed(
         def __call__(self, step: Step) -> None:
             super().__call__(step)
             if step.phase is phase:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
     monkeypatch.setattr(commands, "Shown", Interrupting)
     assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == status
