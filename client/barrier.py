@@ -2,7 +2,8 @@
 
 Owns :class:`Barrier`: threads say when they compute (:meth:`Barrier.reading`), and one that stops them gets a
 :class:`Stopped`, which is what an exchange demands. Knows nothing of weights. A forked child has its parent's barrier
-with nobody inside.
+with nobody inside; one that another thread forks while the readers are stopped may have half an exchange, and is let
+in nowhere.
 """
 
 from __future__ import annotations
@@ -124,12 +125,23 @@ class Barrier:
         )
 
     def _begin_anew_in_child(self) -> None:
-        """No thread of the parent's runs in a forked child, and none of its locks is safe."""
+        """No thread of the parent's runs in a forked child, and none of its locks is safe. Whoever had stopped the
+        readers does not go on here: what it was exchanging stays as it was at the fork, for ever.
+        """
         self._changed = threading.Condition()
         me = threading.get_ident()
         self._inside = {thread: reader for thread, reader in self._inside.items() if thread == me}
-        if self._stopped is not None and self._stopped.thread != me:
-            self._stopped = None
+        stopped = self._stopped
+        if stopped is None or stopped.thread == me:
+            return
+        self._stopped = None
+        if stopped.begun and self._closed is None:
+            self._closed = BarrierError(
+                "this process was forked while weights were being exchanged: its copy may be half of each generation",
+                expected="a fork while readers are not stopped",
+                found="one by another thread than the one that had stopped them",
+                next_step="end this process; fork inside a block of reading(), or before weights are exchanged",
+            )
 
 
 class Stopped:
@@ -142,17 +154,30 @@ class Stopped:
         """How long it took until nobody was inside."""
         self.seconds: float | None = None
         """How long nobody was inside: None before the end of the block."""
+        self.begun = False
+        """Whether nobody is inside any more, and weights may be being exchanged."""
         self._afterwards: list[Callable[[], object]] = []
         self._asked_s = time.perf_counter()
 
     def begin(self) -> None:
         self._began_s = time.perf_counter()
         self.waited_s = self._began_s - self._asked_s
+        self.begun = True
 
     def end(self) -> None:
+        """Calls all that was left for afterwards, then raises the first error of theirs, with notes of the others."""
         self.seconds = time.perf_counter() - self._began_s
+        first: BaseException | None = None
         for call in self._afterwards:
-            call()
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - raised below: what others have to give back does not wait
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"and then: {error!r}")
+        if first is not None:
+            raise first
 
     def require(self, barrier: Barrier, what: str) -> None:
         """Raises BarrierError, unless this has stopped the readers of ``barrier`` now, and is asked by its thread."""

@@ -142,6 +142,8 @@ def _asking(
         patience = Deadline.after(patience_s)
         while True:
             peer, missing = look(place, place.control_path, allowed)
+            if peer is not None and deadline.passed:
+                raise missing or _no_time(place)
             if peer is not None:
                 attempt = _Attempt(context, place, secrets.token_bytes(REQUEST_ID_BYTES), frame)
                 try:
@@ -161,6 +163,17 @@ def _asking(
             yield _Wait((), min(_PAUSE_S, max(0.0, until - time.monotonic())))
     finally:
         context.destroy(linger=0)
+
+
+def _no_time(place: Place) -> DaemonNotReady:
+    """The daemon cannot be blamed: nobody has asked it."""
+    return DaemonNotReady(
+        "there was no time left to ask the daemon",
+        expected="time for an answer",
+        found="0 s",
+        where=place.control_path,
+        next_step="allow more time",
+    )
 
 
 def _is_admitted(daemon: Peer) -> bool:

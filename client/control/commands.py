@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from weightcached.client.control.changes import Changed, current_version, resolve, rollback, update
 from weightcached.client.control.coordinator import Step, Told
@@ -31,7 +34,7 @@ _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
     "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
     "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
-    "64 bad options. An interruption gives up what is being prepared: 1; once that is being decided: 4"
+    "64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
 )
 _WORDS = {
     Phase.OPEN: "opening the change at rank 0",
@@ -40,6 +43,7 @@ _WORDS = {
     Phase.ABORT: "giving the change up",
     Phase.APPLY: "telling every rank",
 }
+_Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
 _DECIDING = (Phase.COMMIT, Phase.READ, Phase.APPLY)
 """Where a change may be committed, whatever becomes of its coordinator."""
 
@@ -106,11 +110,11 @@ async def _rolled_back(given: argparse.Namespace, where: Where, told: Told) -> i
     return _show(await rollback(where, given.to, told=told, **options))
 
 
-def _run(prog: str, given: argparse.Namespace, what: object) -> int:
+def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
     shown = Shown(prog, quiet=given.quiet)
     try:
         where = where_of(given, timeout_s=given.timeout)
-        return asyncio.run(what(given, where, shown))  # type: ignore[operator, no-any-return]
+        return asyncio.run(_cancelled_by_sigterm(what(given, where, shown)))
     except WeightCacheError as error:
         print(one_line(f"{prog}: {error}"), file=sys.stderr)
         if isinstance(error, InvalidOption):
@@ -118,8 +122,25 @@ def _run(prog: str, given: argparse.Namespace, what: object) -> int:
         if isinstance(error, DecisionUnknown):
             return UNKNOWN_EXIT
         return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return _interrupted(prog, shown)
+
+
+async def _cancelled_by_sigterm(work: Coroutine[Any, Any, int]) -> int:
+    """``work``, which SIGTERM cancels as asyncio has Ctrl-C do it. A second one is ignored: giving up is soon over."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def cancel(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        if task is not None:
+            task.cancel()
+        loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting
+
+    before = signal.signal(signal.SIGTERM, cancel)
+    try:
+        return await work
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupted(prog: str, shown: Shown) -> int:

@@ -6,12 +6,11 @@ Changes nothing of what is served. Coroutines; ``weightcached.client.control`` h
 from __future__ import annotations
 
 from weightcached.client.control.coordinator import held
-from weightcached.client.control.group import Group, Where
+from weightcached.client.control.group import Group, Member, Where
 from weightcached.protocol.control import Drop, Pin, RankState
 from weightcached.protocol.control_channel import ask
-from weightcached.protocol.errors import GenerationGone
+from weightcached.protocol.errors import GenerationGone, WeightCacheError
 from weightcached.protocol.messages import GenerationInfo
-from weightcached.protocol.places import Place
 from weightcached.protocol.transaction import Versions
 
 
@@ -79,8 +78,8 @@ async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
     """Keep a version (or one rank's generation) whatever would have it freed, or no longer. ``word``: or its
     beginning. The group afterwards."""
     group = await where.group()
-    for place, generation in _where_held(group, word):
-        await _ask(where, place, Pin(generation=generation, pinned=pinned))
+    for member, generation in _where_held(group, word):
+        await _ask(where, member, Pin(generation=generation, pinned=pinned))
     return await where.group()
 
 
@@ -88,31 +87,33 @@ async def drop(where: Where, word: str, *, force: bool = False) -> Group:
     """Free a version (or one rank's generation) that is neither served nor part of a change. ``force``: also one that
     is pinned or leased. The group afterwards."""
     group = await where.group()
-    for place, generation in _where_held(group, word):
-        await _ask(where, place, Drop(generation=generation, force=force))
+    for member, generation in _where_held(group, word):
+        await _ask(where, member, Drop(generation=generation, force=force))
     return await where.group()
 
 
-async def _ask(where: Where, place: Place, request: Pin | Drop) -> RankState:
-    return await ask(place, request, RankState, deadline=where.deadline, allowed=where.allowed)
+async def _ask(where: Where, member: Member, request: Pin | Drop) -> RankState:
+    """The rank's answer. Raises what it refuses with, which says that it was this rank."""
+    place = member.place
+    if place is None:
+        raise ValueError(f"{member.word} holds nothing: nobody answers for it")
+    try:
+        return await ask(place, request, RankState, deadline=where.deadline, allowed=where.allowed)
+    except WeightCacheError as error:
+        error.where = f"{member.word} at {error.where or place.socket_path}"
+        raise
 
 
-def _where_held(group: Group, word: str) -> list[tuple[Place, str]]:
+def _where_held(group: Group, word: str) -> list[tuple[Member, str]]:
     """The generations that ``word`` means: at one rank, or one version at all that hold it."""
     states = group.states()
     meant = _one([one for _, state in states for one in state.generations], word, group)
     if meant.generation.startswith(word):
-        return [(_place(group, meant.generation), meant.generation)]
+        member = next(member for member, state in states if state.generation(meant.generation) is not None)
+        return [(member, meant.generation)]
     return [
-        (_place(group, one.generation), one.generation)
-        for _, state in states
+        (member, one.generation)
+        for member, state in states
         for one in state.generations
         if held(one).versions.same(held(meant).versions)
     ]
-
-
-def _place(group: Group, generation: str) -> Place:
-    for member, state in group.states():
-        if member.place is not None and state.generation(generation) is not None:
-            return member.place
-    raise GenerationGone("the generation is held no more", expected=generation, where=group.where)

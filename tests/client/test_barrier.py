@@ -129,6 +129,30 @@ def test_what_is_left_for_afterwards_is_done_when_readers_have_gone_on() -> None
     assert done == ["read", "afterwards"]
 
 
+def test_all_that_is_left_for_afterwards_is_done_whatever_the_first_raises() -> None:
+    barrier, done = Barrier(), []
+
+    def failing() -> None:
+        done.append("failing")
+        raise OSError("the first")
+
+    def failing_too() -> None:
+        done.append("failing too")
+        raise ValueError("the second")
+
+    def stop() -> None:
+        with barrier.stopped() as stopped:
+            for each in (failing, failing_too, lambda: done.append("unmapped")):
+                stopped.afterwards(each)
+
+    with pytest.raises(OSError, match="the first") as raised:
+        stop()
+    assert done == ["failing", "failing too", "unmapped"]
+    assert raised.value.__notes__ == ["and then: ValueError('the second')"]
+    with barrier.reading():
+        pass
+
+
 def test_a_forked_child_has_the_barrier_without_the_readers_of_its_parent() -> None:
     barrier, inside, leave = Barrier(), threading.Event(), threading.Event()
 
@@ -147,6 +171,44 @@ def test_a_forked_child_has_the_barrier_without_the_readers_of_its_parent() -> N
         in_child(child)
         leave.set()
         reading.result(20)
+
+
+def test_a_child_forked_by_another_thread_while_readers_are_stopped_lets_nobody_in() -> None:
+    """What it has of the weights may be half an exchange, which nobody ends there."""
+    barrier = Barrier()
+
+    def child() -> None:
+        with pytest.raises(BarrierError, match=r"forked while weights were being exchanged.*next step"):
+            barrier.reading().__enter__()
+        with pytest.raises(BarrierError, match="forked while"):
+            barrier.stopped(timeout_s=5).__enter__()
+
+    with ThreadPoolExecutor() as threads:
+        with barrier.stopped():
+            threads.submit(in_child, child).result(60)
+        with barrier.reading():  # the parent's goes on
+            pass
+
+
+def test_a_child_forked_while_readers_are_still_waited_for_has_the_barrier() -> None:
+    """Nothing is exchanged yet."""
+    barrier = Barrier()
+
+    def child() -> None:
+        with barrier.reading():
+            pass
+
+    def stop() -> None:
+        with barrier.stopped(timeout_s=60):
+            pass
+
+    with ThreadPoolExecutor() as threads:
+        with barrier.reading():
+            stopping = threads.submit(stop)
+            while barrier._stopped is None:
+                pass
+            threads.submit(in_child, child).result(60)
+        stopping.result(20)
 
 
 def test_many_readers_and_those_who_stop_them_never_meet() -> None:

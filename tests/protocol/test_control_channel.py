@@ -163,6 +163,15 @@ def test_nobody_answers_in_time(place: Place, asking: Asking) -> None:
         asking(timeout_s=0.3)
 
 
+def test_without_time_nobody_is_asked_nor_blamed(place: Place, asking: Asking) -> None:
+    with (
+        router(place, lambda identity, number: [identity, number, GOOD]) as heard,
+        pytest.raises(DaemonNotReady, match=r"no time left.*expected: .*found: 0 s.*next step: allow more time"),
+    ):
+        asking(timeout_s=0)
+    assert heard == []
+
+
 def test_who_listens_and_never_says_anything_costs_no_more_than_the_deadline(place: Place, asking: Asking) -> None:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(place.control_path))

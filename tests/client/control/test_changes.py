@@ -186,6 +186,7 @@ def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: 
     assert len(lost) <= 1, "one of them, or both one after the other"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("phase", "status"), [(Phase.WAIT, commands.NOT_NOW_EXIT), (Phase.COMMIT, commands.UNKNOWN_EXIT)]
 )
@@ -196,6 +197,7 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     monkeypatch: pytest.MonkeyPatch,
     phase: Phase,
     status: int,
+    number: int,
 ) -> None:
     first = versions(ranks)
 
@@ -203,7 +205,7 @@ def test_an_interruption_says_whether_anything_may_have_changed(
         def __call__(self, step: Step) -> None:
             super().__call__(step)
             if step.phase is phase:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
     monkeypatch.setattr(commands, "Shown", Interrupting)
     assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == status
@@ -238,8 +240,11 @@ def test_pinned_versions_stay_and_dropped_ones_go(
     looked = generations(runtime_dir=at)
     earlier = next(one for one in looked.states()[0][1].generations if one.standing == "previous")
     pin(earlier.version, runtime_dir=at)
-    with pytest.raises(UpdateConflict, match="pinned"):
+    with pytest.raises(UpdateConflict, match="pinned") as refused:
         drop(earlier.version, runtime_dir=at)
+    assert str(refused.value.where) == f"tp0of2 at {ranks[0].place.socket_path}"
+    with pytest.raises(UpdateConflict, match=rf"is needed.*where: tp1of2 at {ranks[1].place.socket_path}"):
+        drop(str(looked.states()[1][1].current), runtime_dir=at)
     arguments = ["--runtime-dir", str(at)]
     assert held_commands.unpin_main([earlier.version, *arguments]) == 0
     assert held_commands.drop_main([earlier.version, *arguments]) == 0
