@@ -6,7 +6,6 @@ Every test here is checked for what it leaves behind: descriptors, mapped memory
 import gc
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,13 +15,12 @@ import pytest
 # Imported before anything is counted: imports may keep descriptors and threads.
 import torch  # noqa: F401
 
-from tests.support.checkpoints import tiny_llama
+from tests.support.checkpoints import settled, tiny_llama
 from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.resources import nothing_left_behind
 from tests.support.swaps import generations
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.config import CacheConfig, build_config
-from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.places import Place, host_device
 from weightcached.protocol.testing import (
     AnswerSwitches,
@@ -61,12 +59,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def settled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that has been lying there for two seconds: equal receipts prove equal content. Never written to."""
-    directory = tiny_llama(tmp_path_factory.mktemp("model"))
-    with open_weights(weight_files(directory)) as weights:
-        receipts = take_receipts(weights)
-    # What is waited for is the clock: only time makes a receipt old.
-    time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
-    return directory
+    return settled(tiny_llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")

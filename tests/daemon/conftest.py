@@ -3,26 +3,19 @@ and the engine of tests/example_engine with its checkpoint.
 """
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import tiny_llama
+from tests.support.checkpoints import settled, tiny_llama
 from tests.support.example_engine import install, toy_model
-from weightcached.protocol.content import open_weights, take_receipts, weight_files
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that has been lying there for two seconds, so that equal receipts prove equal content."""
-    directory = tiny_llama(tmp_path_factory.mktemp("model"))
-    with open_weights(weight_files(directory)) as weights:
-        receipts = take_receipts(weights)
-    # What is waited for is the clock: only time makes a receipt old.
-    time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
-    return directory
+    return settled(tiny_llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

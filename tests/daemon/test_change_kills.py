@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import settled
 from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
 from tests.support.daemons import Daemon
 from tests.support.manager import Manager
@@ -17,7 +18,7 @@ from weightcached.protocol.control import FromHeld, RankState, ReadDecision, Res
 
 @pytest.fixture
 def other(model: Path, tmp_path: Path) -> Path:
-    return other_weights(model, tmp_path / "other")
+    return settled(other_weights(model, tmp_path / "other"))
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ import hashlib
 import json
 import math
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
 
 ORACLE = Path(__file__).resolve().parent.parent / "oracle"
 ORACLE_CASES = ("llama", "llama-tied", "llama-sharded", "mixtral", "phi3", "qwen2", "qwen3")
@@ -176,6 +179,15 @@ def tiny_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def settled(directory: Path) -> Path:
+    """``directory``, once its files have been lying there for two seconds: equal receipts prove equal content then."""
+    with open_weights(weight_files(directory)) as weights:
+        receipts = take_receipts(weights)
+    # What is waited for is the clock: only time makes a receipt old.
+    time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
+    return directory
 
 
 def tiny_llama(directory: Path, *, code: str = "BF16", shards: int = 1, **overrides: Any) -> Path:
