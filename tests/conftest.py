@@ -3,6 +3,7 @@ driver that needs no GPU. All other fixtures live beside their tests.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.fakecuda import CudaHere, FakeCuda, build, fake_cuda_in_memory
 from weightcached.protocol.memory.cuda import driver
+
+# A shell that starts something in the background has it ignore Ctrl-C, which is handed on to all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline for one example: a busy machine is not a bug. What never ends is pytest's timeout to find.
 settings.register_profile("quick", deadline=None)

@@ -49,6 +49,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.messages import GenerationInfo, Message, Report, Status
 from weightcached.protocol.peers import AllowList
+from weightcached.protocol.places import Place
 from weightcached.protocol.transaction import Decision, Held, Versions
 
 SLICE_S = 1.0
@@ -59,6 +60,8 @@ PATIENCE_S = 5.0
 """For how long a daemon may be away in the middle of a change; a keeper that is started again is back within."""
 ANSWER_S = 30.0
 """For how long a daemon that is there may take over one answer: none of them waits for a load."""
+APPLYING_S = 8.0
+"""Within which a rank is asked again to act upon a decision, where it could not read the leader's record."""
 _PAUSE_S = 0.1
 
 _MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady, DaemonDraining)
@@ -165,16 +168,18 @@ class Coordinator:
         if member.place is None:
             return Silence("nobody is known to be this rank")
         deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
+        soon = deadline.within(APPLYING_S)
+        while True:
+            answer = await self._answered(one, member.place, deadline)
+            applies = one.verb is Verb.RESOLVE and not _has_applied(answer, one.transaction)
+            if not applies or soon.passed:
+                return answer
+            await asyncio.sleep(_PAUSE_S)  # it could not read the leader's record just then: both may be busy
+
+    async def _answered(self, one: Ask, place: Place, deadline: Deadline) -> Answer:
         request, answer = self._request(one)
         try:
-            found = await ask(
-                member.place,
-                request,
-                answer,
-                deadline=deadline,
-                patience_s=PATIENCE_S,
-                allowed=self._allowed,
-            )
+            found = await ask(place, request, answer, deadline=deadline, patience_s=PATIENCE_S, allowed=self._allowed)
         except _MAY_COME_BACK as error:
             return Silence(str(error), error.code)
         except UpdateConflict as error:
@@ -261,3 +266,10 @@ def _decision(decided: Decided) -> Decision:
     if decided.version is not None and decided.receipts_version is not None:
         versions = Versions(decided.version, decided.receipts_version)
     return Decision(decided.transaction, decided.outcome, versions)
+
+
+def _has_applied(answer: Answer, transaction: str | None) -> bool:
+    """Whether a rank is known not to wait any more for the decision about that change; or says why it never will."""
+    if isinstance(answer, Seen):
+        return answer.change is None or answer.change.transaction != transaction or not answer.change.waits
+    return isinstance(answer, Refusal)

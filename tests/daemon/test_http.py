@@ -29,7 +29,7 @@ from weightcached.daemon.address import Address
 from weightcached.daemon.http import CONNECTIONS_MAX, HEAD_MAX_BYTES, HttpServer
 from weightcached.daemon.pages import Snapshot, page
 from weightcached.daemon.seen import Seen
-from weightcached.daemon.states import State
+from weightcached.daemon.states import SERVING, State
 from weightcached.protocol.errors import DaemonUnreachable
 from weightcached.protocol.messages import Ping, Pong, Refused
 from weightcached.protocol.places import Place
@@ -60,7 +60,7 @@ class TestPages:
     def test_they_agree_in_every_state(self, state: State) -> None:
         snapshot = Snapshot((Seen(PLACE, report=READY.model_copy(update={"state": state.value})),))
         ready = value(samples(page("/metrics", snapshot).body.decode()), "ready") == 1
-        assert ready == (page("/readyz", snapshot).status == 200) == (state is State.READY)
+        assert ready == (page("/readyz", snapshot).status == 200) == (state in SERVING)
         assert page("/healthz", snapshot).status == 200
         for path in ("/healthz", "/readyz", "/status.json"):
             assert state.value in page(path, snapshot).body.decode()
