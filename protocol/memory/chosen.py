@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InvalidOption
 
 Memory = Literal["host", "cuda-vmm", "cuda-ipc"]
 
@@ -44,8 +44,9 @@ def chosen(device: str, memory: str | None = None) -> Chosen:
     """What these options mean. Without ``memory`` it is the device's own kind: of a GPU ``cuda-vmm``, and ``cuda-ipc``
     where the device or its driver says that it cannot do that. Both sides ask the same device, so they agree.
 
-    A whole UUID with a ``memory`` is believed, and found out about when the device is used; anything less asks the
-    driver. Raises InvalidOption, and DeviceAbsent for a GPU that this process does not see.
+    A whole UUID is believed where the driver does not answer, and found out about when the device is used: kept weights
+    are adopted, and places named, without one. Anything less asks the driver. Raises InvalidOption, and DeviceAbsent
+    for a GPU that this process does not see.
     """
     word, _, which = device.partition(":")
     if device != CPU and word != "cuda":
@@ -60,7 +61,14 @@ def chosen(device: str, memory: str | None = None) -> Chosen:
         return Chosen(memory, GPU_PREFIX + uuid, "it was asked for")  # type: ignore[arg-type]  # checked
     from weightcached.protocol.memory.cuda import devices
 
-    obstacle = devices.why_no_descriptors(devices.find(uuid))
+    try:
+        obstacle = devices.why_no_descriptors(devices.find(uuid))
+    except (DeviceAbsent, DeviceFailed) as error:
+        if _WHOLE_UUID.fullmatch(which) is None:
+            raise
+        return Chosen(
+            "cuda-vmm", GPU_PREFIX + uuid, f"the driver cannot be asked yet whether the GPU can do it: {error}"
+        )
     if obstacle is None:
         return Chosen("cuda-vmm", GPU_PREFIX + uuid)
     return Chosen("cuda-ipc", GPU_PREFIX + uuid, obstacle)

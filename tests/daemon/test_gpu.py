@@ -296,10 +296,14 @@ def test_what_only_a_name_tells_of_takes_the_place_of_no_segment(fake_cuda: Fake
     holdings.close()
 
 
-def test_up_puts_each_rank_on_a_gpu_of_its_own(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+def test_up_puts_each_rank_on_a_gpu_of_its_own(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
     fake_cuda.plug(FakeDevice(), FakeDevice())
     words = ["up", "--model", str(model), "--runtime-dir", str(runtime_dir), "--layout", "fused", "--tp-size", "2"]
-    words += ["--device", "cuda", "--cache-dir", str(runtime_dir / "digests")]
+    words += ["--device", "cuda", "--cache-dir", str(tmp_path)]
+    # Known before: or one rank may have it, and the other still its receipts, when engines look.
+    subprocess.run([*REAL, "digest", str(model), "--cache-dir", str(tmp_path)], cwd=ROOT, check=True)
     process = subprocess.Popen(
         [*REAL, *words],
         cwd=ROOT,
