@@ -87,6 +87,8 @@ class CommandSocket:
                 break
         number = connection_of(part)
         if number not in self._door.connections:
+            self._door.look()  # it may have come, with its command, since the last look
+        if number not in self._door.connections:
             return  # nobody is there any more to be answered
         identity, request_id = parts[0].bytes, parts[1].bytes
         if count != _PARTS or len(request_id) != REQUEST_ID_BYTES:
