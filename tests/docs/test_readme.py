@@ -87,7 +87,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_every_marked_block_is_run_by_a_test() -> None:
     assert blocks().keys() == {
         *("serve", "attach.py", "model.py", "nearest.py", "engine", "up", "supervise", "plan", "verify", "snapshot"),
-        *("several", "draft.py", "merge.py", "update"),
+        *("several", "draft.py", "merge.py", "update", "trainer.py", "publish"),
     }
 
 
@@ -145,6 +145,16 @@ def test_updated_and_rolled_back(shell: Shell, tmp_path: Path) -> None:
     changed = re.findall(r"^(\S+) is served by every rank, instead of (\S+) \(", output, re.M)
     assert len(changed) == 2, output
     assert "no change is under way" in output
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_pushed_by_a_trainer_and_rolled_back(shell: Shell) -> None:
+    (shell.directory / "trainer.py").write_text(blocks()["trainer.py"][1])
+    output = shell.run(commands("publish"))
+    found = re.search(r"^True True (pushed:[0-9a-f]{64})$", output, re.M)
+    assert found, output
+    assert re.findall(r"^tp0of1 +(\w+) +(\w+):", output, re.M)[0] == ("current", "pushed"), output
+    assert re.search(rf"is served by every rank, instead of {found[1]} ", output)
 
 
 @pytest.mark.timeout(TIMEOUT_S)
