@@ -60,8 +60,9 @@ REQUEST_ID_BYTES = 8
 _PAUSE_S = 0.05
 _NOBODY = AllowList()
 _Answer = TypeVar("_Answer", bound=Message)
-_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_WATCHED = _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_NOT_CONNECTED = zmq.EVENT_CLOSED
+_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _ENDED | _NOT_CONNECTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def _asking(
                 missing = attempt.failure
                 if attempt.turned_away and not _is_admitted(peer):
                     raise missing
-                if not attempt.turned_away:
+                if attempt.greeted:
                     patience = Deadline.after(patience_s)
             until = min(deadline.at_s, patience.at_s)
             if until <= time.monotonic() and missing is not None:
@@ -201,7 +202,7 @@ class _Attempt:
         limit(self._dealer, incoming_max=frame_max(CONTROL_ANSWERS), queued_max=4)
         self._dealer.set(zmq.RECONNECT_IVL, -1)
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
-        self._greeted = False
+        self.greeted = False
         self.turned_away = False
         """Left before a word was said."""
         self.failure: WeightCacheError = DaemonNotReady(
@@ -210,7 +211,8 @@ class _Attempt:
             next_step="allow more time; is it stopped, or very busy?",
         )
         self._dealer.connect(endpoint(self._where))
-        self._dealer.send_multipart([request_id, frame], zmq.NOBLOCK)
+        with suppress(zmq.Again):  # the connection has ended already: how, is said by what watches it
+            self._dealer.send_multipart([request_id, frame], zmq.NOBLOCK)
 
     def steps(self, deadline: Deadline) -> Generator[_Wait, None, Message | None]:
         """The answer; ``None`` with :attr:`failure` where the daemon went away, or the time is over."""
@@ -228,10 +230,12 @@ class _Attempt:
     def _is_gone(self) -> bool:
         event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._greeted = True
+            self.greeted = True
             return False
-        if self._greeted:
+        if self.greeted:
             self.failure = DaemonUnreachable("the daemon went away before it answered", where=self._where)
+        elif event == _NOT_CONNECTED:
+            self.failure = DaemonUnreachable("the daemon went away before it could be asked", where=self._where)
         else:
             self.turned_away = True
             self.failure = UntrustedClient(

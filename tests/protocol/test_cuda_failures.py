@@ -100,6 +100,7 @@ def use_all(handle: bytes | None) -> None:
     """Every call of the wrapper, with another process's ``handle`` those too that open it."""
     device = devices.find(None)
     assert devices.why_no_descriptors(device) is None
+    assert device.uuid in nvml.uuids()
     nvml.memory(device.uuid)
     nvml.holders(device.uuid)
     use_virtual_memory(device)

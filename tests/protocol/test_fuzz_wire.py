@@ -13,10 +13,32 @@ from hypothesis import strategies as st
 from tests.support.fuzzing import MIB, MSGPACK_VALUES, altered, damaged, ends_in, packed, plain
 from tests.support.resources import open_fds
 from tests.support.wires import HELLO
+from weightcached.protocol import control, messages, push_messages, worker_messages
 from weightcached.protocol.config import Provenance
+from weightcached.protocol.control import (
+    CONTROL_ANSWERS,
+    CONTROL_EVENTS,
+    CONTROL_REQUESTS,
+    AwaitChange,
+    ChangeInfo,
+    ControlEvent,
+    Decide,
+    Decided,
+    Describe,
+    Drop,
+    FromCheckpoint,
+    Open,
+    Pin,
+    Prepare,
+    RankInfo,
+    RankState,
+    ReadDecision,
+    Resolve,
+)
 from weightcached.protocol.errors import ContractError, ProtocolError
 from weightcached.protocol.framing import HEADER, Frame, FrameReceiver, Header, PeerClosed, decode_body, encode_frame
 from weightcached.protocol.messages import (
+    BUCKET_MIN_NBYTES,
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
     AccountingCounts,
@@ -24,6 +46,7 @@ from weightcached.protocol.messages import (
     DifferingField,
     Durations,
     Event,
+    GenerationInfo,
     Grant,
     LeaseInfo,
     Loading,
@@ -36,9 +59,26 @@ from weightcached.protocol.messages import (
     Report,
     Resume,
     SegmentInfo,
+    Stage,
+    Staged,
     Status,
+    Switch,
     Unproven,
 )
+from weightcached.protocol.push_messages import (
+    TRAINER_TO_WORKER,
+    WORKER_TO_TRAINER,
+    Assign,
+    Bucket,
+    Filled,
+    Finish,
+    Free,
+    Piece,
+    PushedBox,
+    Wanted,
+    WantedTensor,
+)
+from weightcached.protocol.transaction import Outcome
 from weightcached.protocol.worker_messages import (
     KEEPER_TO_WORKER,
     WORKER_TO_KEEPER,
@@ -83,15 +123,47 @@ REPORT = Report(
     attaches={"granted": 1},
     attach_durations=Durations(bounds_s=(0.1, 1.0), counts=(1, 2, 3), total_s=4.0),
 )
+STATE = RankState(
+    rank=RankInfo(place="host-tp0of2", tp_rank=0, tp_size=2, pp_rank=0, pp_size=1, ep_rank=0, ep_size=1),
+    state="ready",
+    vault_id="d" * 32,
+    fingerprint="b" * 64,
+    current="a" * 32,
+    generations=(
+        GenerationInfo(
+            generation="a" * 32,
+            version="digest:1",
+            receipts_version="receipts:1",
+            standing="current",
+            origin="/models/one",
+            digest=None,
+            resident_nbytes=100,
+            leases=1,
+            pinned=False,
+            age_s=5.0,
+        ),
+    ),
+    change=ChangeInfo(transaction="c" * 32, state="prepared", generation="e" * 32, leader="host-tp0of2"),
+    open="c" * 32,
+)
 HONEST: dict[str, tuple[Dialect, Message]] = {
-    type(message).__name__: (dialect, message)
-    for dialect, messages in (
+    f"{dialect.name}: {type(message).__name__}": (dialect, message)
+    for dialect, tried in (
         (
             CLIENT_TO_DAEMON,
             [
                 HELLO,
                 Resume(client_version="0", name="engine", pid=1, generation="a" * 32, manifest_sha256="b" * 64),
                 Release(),
+                Switch(generation="a" * 32),
+                Stage(
+                    client_version="0",
+                    name="trainer",
+                    pid=1,
+                    transaction="c" * 32,
+                    bucket_nbytes=BUCKET_MIN_NBYTES,
+                    bucket_count=2,
+                ),
                 Status(),
                 Ping(token=5),
             ],
@@ -123,6 +195,7 @@ HONEST: dict[str, tuple[Dialect, Message]] = {
                 Pong(token=5),
                 Event(kind="published", generation="a" * 32, message="there"),
                 Released(generations=1, resident_nbytes=2),
+                Staged(generation="a" * 32, base_version="digest:0", bucket_nbytes=4096, bucket_count=2),
             ],
         ),
         (
@@ -148,20 +221,104 @@ HONEST: dict[str, tuple[Dialect, Message]] = {
                 Failed(code="bad_header", message="no"),
             ],
         ),
+        (
+            TRAINER_TO_WORKER,
+            [
+                Bucket(number=1, pieces=(Piece(tensor=0, start=(0, 2), shape=(1, 2), offset=64, xxh3="f" * 32),)),
+                Finish(pieces=1),
+                Assign(version="assigned:1"),
+            ],
+        ),
+        (
+            WORKER_TO_TRAINER,
+            [
+                Wanted(
+                    tensors=(
+                        WantedTensor(
+                            name="w",
+                            dtype="bfloat16",
+                            shape=(2, 4),
+                            same_as=((8,),),
+                            boxes=(PushedBox(start=(0, 2), shape=(1, 2)),),
+                        ),
+                    ),
+                    last=True,
+                ),
+                Free(number=1),
+                Filled(resident="b" * 64, pushed_nbytes=4, kept_nbytes=0),
+            ],
+        ),
+        (
+            CONTROL_REQUESTS,
+            [
+                Describe(),
+                Open(transaction="c" * 32, base="a" * 32),
+                Prepare(
+                    transaction="c" * 32,
+                    leader="host-tp0of2",
+                    base="a" * 32,
+                    source=FromCheckpoint(model_dir="/models/two"),
+                ),
+                AwaitChange(transaction="c" * 32, timeout_s=1.5),
+                Decide(transaction="c" * 32, commit=True),
+                ReadDecision(transaction="c" * 32),
+                Resolve(transaction="c" * 32),
+                Pin(generation="a" * 32, pinned=True),
+                Drop(generation="a" * 32),
+                Status(),
+            ],
+        ),
+        (
+            CONTROL_ANSWERS,
+            [
+                STATE,
+                Decided(transaction="c" * 32, outcome=Outcome.OPEN, vault_id="d" * 32),
+                Refused(code="update_conflict", message="no"),
+                REPORT,
+            ],
+        ),
+        (
+            CONTROL_EVENTS,
+            [
+                ControlEvent(
+                    kind="snapshot",
+                    nonce="a" * 32,
+                    sequence=1,
+                    place="default/host-tp0of2",
+                    time_s=1.5,
+                    state="ready",
+                    drops=("kv_cache",),
+                    rank_state=STATE,
+                )
+            ],
+        ),
     )
-    for message in messages
+    for message in tried
 }
 MEMORY_MAX_BYTES = {
     CLIENT_TO_DAEMON.name: 6 * MIB,  # a keeper has to stay below 64, whoever asks
     DAEMON_TO_CLIENT.name: 128 * MIB,
     KEEPER_TO_WORKER.name: 128 * MIB,
     WORKER_TO_KEEPER.name: 12 * MIB,
+    TRAINER_TO_WORKER.name: 128 * MIB,
+    WORKER_TO_TRAINER.name: 128 * MIB,
+    CONTROL_REQUESTS.name: 6 * MIB,  # a keeper's too
+    CONTROL_ANSWERS.name: 128 * MIB,
+    CONTROL_EVENTS.name: 128 * MIB,
 }
 
 
 def test_every_message_is_tried() -> None:
-    dialects = (CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, KEEPER_TO_WORKER, WORKER_TO_KEEPER)
-    assert {name for dialect in dialects for name in (kind.__name__ for kind in dialect.types.values())} == set(HONEST)
+    dialects = [
+        value
+        for module in (control, messages, push_messages, worker_messages)
+        for value in vars(module).values()
+        if isinstance(value, Dialect)
+    ]
+    assert {dialect.name for dialect in dialects} == set(MEMORY_MAX_BYTES)
+    assert {f"{dialect.name}: {kind.__name__}" for dialect in dialects for kind in dialect.types.values()} == set(
+        HONEST
+    )
 
 
 def decoded(dialect: Dialect, number: int, body: bytes) -> Message | None:
@@ -193,7 +350,15 @@ def test_a_damaged_body_is_a_message_or_a_protocol_error(name: str, data: st.Dat
     decoded(dialect, dialect.number_of(message), body[: dialect.body_max_bytes])
 
 
-@pytest.mark.parametrize("name", ["Hello", "Report", "Planned"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{CLIENT_TO_DAEMON.name}: Hello",
+        f"{DAEMON_TO_CLIENT.name}: Report",
+        f"{WORKER_TO_KEEPER.name}: Planned",
+        f"{CONTROL_REQUESTS.name}: Prepare",
+    ],
+)
 @pytest.mark.parametrize("start", [b"", b"\x81\xa6config", b"\x81\xa6leases"])
 @pytest.mark.parametrize("size", [b"\xdc\x01\xff", b"\xdc\x10\x00", b"\xdd\x00\x03\xff\xff", b"\xdd\xff\xff\xff\xff"])
 def test_lists_that_promise_much_in_lists_that_promise_much(name: str, start: bytes, size: bytes) -> None:

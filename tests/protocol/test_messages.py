@@ -1,16 +1,18 @@
 """Messages: closed, frozen and strict; what each field may hold, at its limits; which way each may travel."""
 
+import itertools
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from weightcached.protocol import messages, worker_messages
+from weightcached.protocol import control, messages, push_messages, worker_messages
 from weightcached.protocol.config import Provenance
+from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_EVENTS, CONTROL_REQUESTS
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
-    GRANT_FDS_MAX,
+    GRANT_SEGMENTS_MAX,
     AccountingCounts,
     Dialect,
     Grant,
@@ -23,10 +25,35 @@ from weightcached.protocol.messages import (
     SegmentInfo,
     Status,
 )
+from weightcached.protocol.push_messages import TRAINER_TO_WORKER, WORKER_TO_TRAINER
 from weightcached.protocol.worker_messages import KEEPER_TO_WORKER, WORKER_TO_KEEPER
 
-DIALECTS = (CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, KEEPER_TO_WORKER, WORKER_TO_KEEPER)
-KINDS = [kind for dialect in DIALECTS for kind in dialect.types.values()]
+PLANES = (
+    (CLIENT_TO_DAEMON, DAEMON_TO_CLIENT),
+    (KEEPER_TO_WORKER, WORKER_TO_KEEPER),
+    (TRAINER_TO_WORKER, WORKER_TO_TRAINER),
+    (CONTROL_REQUESTS, CONTROL_ANSWERS, CONTROL_EVENTS),
+)
+DIALECTS = [dialect for plane in PLANES for dialect in plane]
+KINDS = sorted({kind for dialect in DIALECTS for kind in dialect.types.values()}, key=str)
+PARTS = {
+    AccountingCounts,
+    SegmentInfo,
+    control.ChangeInfo,
+    control.FromCheckpoint,
+    control.FromHeld,
+    control.FromTrainer,
+    control.RankInfo,
+    messages.DifferingField,
+    messages.Durations,
+    messages.GenerationInfo,
+    messages.LeaseInfo,
+    push_messages.Piece,
+    push_messages.PushedBox,
+    push_messages.WantedTensor,
+    worker_messages.Push,
+}
+"""What travels only within another message."""
 
 HELLO: dict[str, Any] = {
     "client_version": "0.1.0",
@@ -108,7 +135,7 @@ def test_what_the_fields_of_a_hello_may_hold(field: str, good: list[object], bad
     ("field", "good", "bad"),
     [
         ("generation", ["0" * 32], ["0" * 64, "", None]),
-        ("segments", [[], [GRANT["segments"][0]] * (GRANT_FDS_MAX - 1)], [[GRANT["segments"][0]] * GRANT_FDS_MAX, {}]),
+        ("segments", [[], GRANT["segments"] * GRANT_SEGMENTS_MAX], [GRANT["segments"] * (GRANT_SEGMENTS_MAX + 1), {}]),
         ("segments", [], [[{"memory": "disk", "nbytes": 1}], [{"memory": "host", "nbytes": -1}], [{}], ["host"]]),
         ("accounting", [], [{}, None, {**GRANT["accounting"], "more": 1}]),
         ("provenance", [], [{}, {**GRANT["provenance"], "path": "x" * 4097}, {**GRANT["provenance"], "code": "x"}]),
@@ -162,10 +189,12 @@ def test_a_dialect_numbers_its_own_messages_and_no_others(dialect: Dialect) -> N
         dialect.number_of(foreign)
 
 
-def test_directions_share_no_type_number() -> None:
+@pytest.mark.parametrize("plane", PLANES, ids=lambda plane: plane[0].name)
+def test_directions_share_neither_numbers_nor_messages(plane: tuple[Dialect, ...]) -> None:
     """A frame that is reflected to its sender must not be taken for an answer."""
-    for one, other in ((CLIENT_TO_DAEMON, DAEMON_TO_CLIENT), (KEEPER_TO_WORKER, WORKER_TO_KEEPER)):
+    for one, other in itertools.combinations(plane, 2):
         assert not one.types.keys() & other.types.keys()
+        assert not set(one.types.values()) & set(other.types.values())
 
 
 def test_the_limits_are_those_of_the_design() -> None:
@@ -173,12 +202,23 @@ def test_the_limits_are_those_of_the_design() -> None:
     assert (DAEMON_TO_CLIENT.body_max_bytes, DAEMON_TO_CLIENT.fds_max) == (1024 * 1024, 64)
 
 
-def test_every_message_travels_in_exactly_one_direction() -> None:
+def test_a_grant_of_all_segments_has_room_for_their_descriptors_the_manifest_and_their_process() -> None:
+    assert DAEMON_TO_CLIENT.fds_max == GRANT_SEGMENTS_MAX + 2
+
+
+def test_only_the_data_plane_and_the_worker_are_handed_descriptors() -> None:
+    assert [dialect.name for dialect in DIALECTS if dialect.fds_max] == [
+        DAEMON_TO_CLIENT.name,
+        KEEPER_TO_WORKER.name,
+        WORKER_TO_KEEPER.name,
+    ]
+
+
+def test_every_message_travels_or_is_part_of_one_that_does() -> None:
     defined = {
         value
-        for module in (messages, worker_messages)
+        for module in (control, messages, push_messages, worker_messages)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Message) and value.__module__ == module.__name__
     }
-    parts = {Message, AccountingCounts, SegmentInfo, messages.DifferingField, messages.Durations, messages.LeaseInfo}
-    assert sorted(KINDS, key=str) == sorted(defined - parts, key=str)
+    assert sorted(defined - PARTS - {Message}, key=str) == KINDS
