@@ -1,15 +1,13 @@
 """Two generations' manifests: may the one take the place of the other, under tensors that stay what they are?
 
-Owns what has to be equal for that. Pure.
+Owns the refusal. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from weightcached.protocol.config import explain_differences
 from weightcached.protocol.errors import SwapRefused
-from weightcached.protocol.manifest import Manifest, Row
+from weightcached.protocol.likeness import layout_differences
+from weightcached.protocol.manifest import Manifest
 
 NAMES_SHOWN = 8
 
@@ -29,32 +27,3 @@ def require_same_layout(ours: Manifest, theirs: Manifest, *, where: object) -> N
             where=where,
             next_step="start the engine again to use it",
         )
-
-
-def layout_differences(ours: Manifest, theirs: Manifest) -> Iterator[str]:
-    """What differs, in words. Raises TransferError for a row that lies."""
-    if ours.meta.fingerprint != theirs.meta.fingerprint:
-        for field in explain_differences(theirs.meta.config, ours.meta.config):
-            yield f"config {field.field}: {field.client!r} here, {field.daemon!r} there"
-    if ours.meta.segments_nbytes != theirs.meta.segments_nbytes:
-        yield f"segments of {ours.meta.segments_nbytes} bytes here, {theirs.meta.segments_nbytes} there"
-    ours_only, theirs_only = ours.meta.scalars, theirs.meta.scalars
-    for name in sorted(ours_only.keys() | theirs_only.keys()):
-        if name not in ours_only or name not in theirs_only or ours_only[name] != theirs_only[name]:
-            yield f"scalar {name}: {ours_only.get(name, 'none')!r} here, {theirs_only.get(name, 'none')!r} there"
-    for row in ours:
-        if row.name not in theirs:
-            yield f"{row.name}: not there"
-        elif difference := _difference(row, theirs.row(row.name)):
-            yield f"{row.name}: {difference}"
-    for name in theirs.names:
-        if name not in ours:
-            yield f"{name}: not here"
-
-
-def _difference(ours: Row, theirs: Row) -> str:
-    pairs = (
-        (what, getattr(ours, what), getattr(theirs, what))
-        for what in ("dtype", "shape", "stride", "segment", "offset", "kind", "persistent", "alias_of")
-    )
-    return ", ".join(f"{what} {here} here, {there} there" for what, here, there in pairs if here != there)

@@ -200,7 +200,7 @@ class Changing:
             generation = await self._made(source)
             try:
                 waiting = _waiting(asked, generation)
-                await self._making.check(generation, self.require_serving().config)
+                await self._making.check(generation, self.require_serving())
                 await self._making.entrust(generation, waiting)
                 self._publishing.hold(generation, ProvenReceipts(), staged=True)
             except BaseException:

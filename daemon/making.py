@@ -93,11 +93,13 @@ class Making:
             next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
         )
 
-    async def check(self, generation: Generation, config: CacheConfig) -> None:
-        """Every resident byte, before anybody is told that it is prepared; and that it is of ``config``."""
-        require_same_config(config, generation.config)
+    async def check(self, generation: Generation, served: Generation) -> None:
+        """Every resident byte, before anybody is told that it is prepared; and that its config and its parameters' form
+        are those of what is ``served``.
+        """
+        require_same_config(served.config, generation.config)
         self._record.progress.update("verify")
-        await verify(generation.kind, generation.memory[0], generation.segments, yields=True)
+        await verify(generation.kind, generation.memory[0], generation.segments, yields=True, beside=served.memory[0])
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
         """Into the vault; older ones that are merely kept for rollback make room there, too. Not where the vault could

@@ -191,7 +191,7 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
     steps = {
         "update_conflict": f"wait for it; if whoever began it is gone, `weightcached update --resolve{named}` ends it",
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
-        "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --timeout allows for more time",
+        "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; wait, or allow more time",
     }
     try:
         return kind(

@@ -257,6 +257,7 @@ def seen(state: RankState) -> Seen:
             state.change.state,
             held(info) if info is not None else None,
             state.change.error or "",
+            state.change.error_code or "",
         )
     return Seen(held(current) if current is not None else None, change, state.open)
 

@@ -51,6 +51,8 @@ class Change:
     state: str
     held: Held | None = None
     why: str = ""
+    code: str = ""
+    """Of the error that ended it, where the rank has one."""
 
     @property
     def waits(self) -> bool:
@@ -217,7 +219,7 @@ def _looked_to_begin(course: Course, seen: Sequence[Seen]) -> Course:
         if waits:
             return _done(course, Failure("update_conflict", f"another change is under way: transaction {waits}", rank))
         if one.current is None:
-            return _done(course, Failure("daemon_not_ready", "it serves no weights that could be replaced", rank))
+            return _done(course, Failure("daemon_not_ready", "it serves no weights yet that could be replaced", rank))
     current = [one.current for one in seen if one.current]
     if not course.mixed and not same_on_all(current):
         return _done(course, Failure("ranks_disagree", "the ranks serve different versions"))
@@ -257,7 +259,7 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
         if change.state == "committed":  # whoever resolved it saw every rank prepared
             return dataclasses.replace(course, phase=Phase.READ, may_commit=False, bases=(), begun=frozenset())
         if not change.waits:
-            code = "update_conflict" if change.state == "aborted" else "worker_died"
+            code = "update_conflict" if change.state == "aborted" else change.code or "worker_died"
             return _abort(course, Failure(code, change.why or f"the change is {change.state}", rank))
         begun.add(rank)
         prepared[rank] = change.held if change.state == "prepared" else None

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commanding import Changer, from_directory, other_weights
+from tests.support.checkpoints import raw_tensor, tiny_config, tiny_llama, tiny_shapes, write_safetensors
+from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import TIMEOUT_S, Daemon, daemon, supervised_daemon
 from tests.support.resources import memfd_mappings
 from weightcached.client import Follower, Published, Swapped, WeightSet, attach
+from weightcached.client.control import update
 from weightcached.protocol.control import FromHeld
-from weightcached.protocol.errors import GenerationGone
+from weightcached.protocol.errors import ConfigurationError, GenerationGone
 from weightcached.protocol.places import Place
 
 Running = Callable[..., AbstractContextManager[Daemon]]
@@ -77,6 +79,21 @@ def test_an_update_is_heard_and_used_and_taken_back(served: Daemon, other: Path)
         weights.verify()
         assert all(before[name].equal(tensor) for name, tensor in weights.items())
         assert len(memfd_mappings()) == 1
+
+
+def test_what_engines_could_not_bind_is_not_published(served: Daemon, tmp_path: Path) -> None:
+    """Both directories have the config.json of what is served, and tensors that are others."""
+    before = standings(Changer(served).state())
+    halves, fewer = tiny_llama(tmp_path / "halves", code="F16"), tiny_llama(tmp_path / "fewer")
+    shapes = tiny_shapes(tiny_config())
+    del shapes["model.norm.weight"]
+    write_safetensors(fewer / "model.safetensors", {name: raw_tensor(name, shape) for name, shape in shapes.items()})
+    differences = {halves: "lm_head.weight: dtype bfloat16 here, float16 there", fewer: "model.norm.weight: not there"}
+    for odd, difference in differences.items():
+        with pytest.raises(ConfigurationError, match="could not bind") as raised:
+            update(odd, runtime_dir=served.place.runtime_dir)
+        assert difference in str(raised.value)
+    assert standings(Changer(served).state()) == before
 
 
 def test_what_was_published_before_anybody_followed_is_asked_for(served: Daemon, other: Path) -> None:

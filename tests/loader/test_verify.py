@@ -97,3 +97,29 @@ def test_the_process_answers_with_one_line(granted: HonestGrant, good: bool) -> 
 def test_it_needs_no_torch() -> None:
     program = "import sys, weightcached.loader.verify; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_parameters_of_another_form_than_those_beside_are_named(granted: HonestGrant) -> None:
+    others = {f"layer.{number}": tensor(number) for number in range(29)} | {
+        "empty": TensorBytes("int8", (0,), b""),
+        "large": TensorBytes("uint8", (3000, 1000), tensor(7, 3_000_000).data),
+        "more": tensor(1),
+    }
+    with honest_grant(others, config=CONFIG, aliases={"tied": "layer.4"}, receipts="b" * 64) as other:
+        found = verify(other.fds[0], [other.fds[1]], beside_fd=granted.fds[0])
+    assert found["differing_count"] == 0
+    assert set(found["formed_otherwise"]) == {
+        "layer.29: not there",
+        "empty: dtype uint8 here, int8 there",
+        "large: shape (3000000,) here, (3000, 1000) there, stride (1,) here, (1000, 1) there",
+        "tied: alias_of layer.3 here, layer.4 there",
+        "more: not here",
+    }
+    assert found["formed_otherwise_count"] == 5
+
+
+def test_another_place_is_no_other_form(granted: HonestGrant) -> None:
+    turned = {"large": tensor(9, 3_000_000), "empty": TensorBytes("uint8", (0,), b"")}
+    turned |= {f"layer.{number}": tensor(number + 1) for number in range(30)}
+    with honest_grant(turned, config=CONFIG, aliases={"tied": "layer.3"}, receipts="b" * 64) as other:
+        assert verify(other.fds[0], [other.fds[1]], beside_fd=granted.fds[0])["formed_otherwise_count"] == 0

@@ -24,6 +24,7 @@ from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.protocol.errors import (
     CheckpointMismatch,
+    ConfigurationError,
     DaemonAbsent,
     DaemonNotReady,
     GenerationGone,
@@ -263,7 +264,7 @@ def test_weights_of_another_configuration_are_refused_by_name_and_nothing_change
 ) -> None:
     first = versions(ranks)
     wider = tiny_llama(tmp_path / "wider", intermediate_size=64)
-    with pytest.raises(WeightCacheError, match=r"not changed on rank tp[01]of2.*intermediate_size"):
+    with pytest.raises(ConfigurationError, match=r"not changed on rank tp[01]of2.*intermediate_size"):
         update(wider, runtime_dir=at)
     assert versions(ranks) == first
 

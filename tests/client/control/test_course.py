@@ -70,6 +70,7 @@ def test_different_versions_are_never_committed() -> None:
     ("answer", "code", "why"),
     [
         (Refusal("insufficient_memory", "too large"), "insufficient_memory", "too large"),
+        (Seen(OLD, Change("T", "failed", why="a bad file", code="truncated_file")), "truncated_file", "a bad file"),
         (Seen(OLD, Change("T", "failed", why="a bad file")), "worker_died", "a bad file"),
         (Seen(OLD), "worker_died", "its daemon ended while it prepared the change"),
         (
