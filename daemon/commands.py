@@ -270,6 +270,7 @@ class Commands:
                 "this generation is needed",
                 expected="one that is neither served nor part of a change",
                 found=f"generation {asked.generation}: {standing}",
+                next_step="change the weights first; `weightcached release` gives up all of them",
             )
         leases = self._record.leases.counts()[asked.generation]
         if not asked.force and (leases or held.is_pinned(asked.generation)):

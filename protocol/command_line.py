@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.places import place_name
+
 USAGE_EXIT = 64
 """Options that cannot be used (sysexits' EX_USAGE), apart from the small numbers that commands give a meaning."""
 
@@ -73,6 +76,14 @@ def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def name_of_place(text: str) -> str:
+    """A name that a place can have. Raises ArgumentTypeError."""
+    try:
+        return place_name(text)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def user_id(text: str) -> int:

@@ -31,7 +31,8 @@ TEXT_MAX_CHARACTERS = 4096
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-ShortText = Annotated[str, StringConstraints(max_length=1024)]
+SHORT_TEXT_MAX = 1024
+ShortText = Annotated[str, StringConstraints(max_length=SHORT_TEXT_MAX)]
 LongText = Annotated[str, StringConstraints(max_length=32 * 1024)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -95,6 +96,7 @@ class Release(Message):
 
 BUCKET_MIN_NBYTES = 64 * 1024
 BUCKET_MAX_NBYTES = 1 << 30
+BUCKET_UNIT_NBYTES = 4096
 BUCKETS_MAX = GRANT_FDS_MAX - 1
 
 
@@ -109,7 +111,7 @@ class Stage(Message):
     name: ShortText
     pid: Count
     transaction: Hex32
-    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=4096)]
+    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=BUCKET_UNIT_NBYTES)]
     bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
 
 

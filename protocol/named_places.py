@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weightcached.protocol.command_line import whole_number
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.errors import DaemonAbsent, InvalidOption
 from weightcached.protocol.memory.chosen import CPU, chosen
 from weightcached.protocol.places import DEFAULT_NAME, Place, places_in
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
@@ -64,6 +64,18 @@ def require_apart(places: Mapping[int, Place]) -> None:
                 found=place,
                 next_step="say --device cuda: rank N then has the GPU with index N",
             )
+
+
+def nobody_there(runtime_dir: Path, name: str | None) -> DaemonAbsent:
+    """The error where no place of this name, or of any, has a socket."""
+    others = sorted({place.name for place in places_with_socket(runtime_dir, None)})
+    return DaemonAbsent(
+        "no daemon serves under this name" if name is not None else "no daemon serves in this runtime directory",
+        expected=name,
+        found=", ".join(others) or "none",
+        where=runtime_dir / name if name is not None else runtime_dir,
+        next_step="name another with --runtime-dir and --name, or start the daemons",
+    )
 
 
 def places_with_socket(runtime_dir: Path, name: str | None) -> list[Place]:

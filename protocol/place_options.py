@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from weightcached.protocol.command_line import group_id, user_id
+from weightcached.protocol.command_line import group_id, name_of_place, user_id
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME
 
@@ -21,7 +21,7 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, name: str) -> None:
     group.add_argument(
         "--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached"
     )
-    group.add_argument("--name", help=name)
+    group.add_argument("--name", type=name_of_place, help=name)
     group.add_argument(
         "--allow-uid",
         metavar="USER",

@@ -30,6 +30,14 @@ RANKS_MAX = 1024
 """More ranks than any model has. Beyond it is a slip, found out before a rank is started or waited for."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_WORD = "letters, digits, '_', '-', '.', not starting with '.' or '-'"
+
+
+def place_name(text: str) -> str:
+    """The word as a place's name. Raises InvalidOption for one that no place could have."""
+    if not _NAME.fullmatch(text):
+        raise InvalidOption("unusable name", expected=_WORD, found=text)
+    return text
 
 
 def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
@@ -70,13 +78,9 @@ class Place:
     device: str
 
     def __post_init__(self) -> None:
-        for what, word in (("name", self.name), ("device", self.device)):
-            if not _NAME.fullmatch(word):
-                raise InvalidOption(
-                    f"unusable {what}",
-                    expected="letters, digits, '_', '-', '.', not starting with '.' or '-'",
-                    found=word,
-                )
+        place_name(self.name)
+        if not _NAME.fullmatch(self.device):
+            raise InvalidOption("unusable device", expected=_WORD, found=self.device)
         longest = os.fsencode(self.socket_path) + BINDING_SUFFIX.encode()
         if len(longest) > SOCKET_PATH_MAX_BYTES:
             raise InvalidPlace(

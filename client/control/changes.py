@@ -18,10 +18,11 @@ from weightcached.client.control.coordinator import Coordinator, Told, held, nob
 from weightcached.client.control.course import Course, Failure, begin, end
 from weightcached.client.control.group import Group, Where
 from weightcached.client.control.holding import version_held_by_all
-from weightcached.protocol.control import FromCheckpoint, FromHeld, Source
+from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, FromHeld, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
     DecisionUnknown,
+    InvalidOption,
     UpdateConflict,
     WeightCacheError,
 )
@@ -29,6 +30,8 @@ from weightcached.protocol.hub import resolve as resolve_model
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.transaction import Versions
 
+KEEP_MAX = GENERATIONS_MAX - 1
+"""Earlier generations beside the one that is served."""
 _PAUSE_S = 0.5
 
 
@@ -106,6 +109,8 @@ async def change(
     begun to prepare it: a trainer pushes then. The other parameters are :func:`update`'s.
     """
     started_s = time.monotonic()
+    if keep is not None and not 0 <= keep <= KEEP_MAX:
+        raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=keep)
     group = await where.group()
     group.require_whole()
     await _end_others(where, group, wait=wait, force=force, told=told)

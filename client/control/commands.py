@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from weightcached.client.control.changes import Changed, current_version, resolve, rollback, update
+from weightcached.client.control.changes import KEEP_MAX, Changed, current_version, resolve, rollback, update
 from weightcached.client.control.coordinator import Step, Told
 from weightcached.client.control.course import Course, Phase
 from weightcached.client.control.group import TIMEOUT_S, Group, Where
@@ -60,7 +60,10 @@ def update_main(argv: list[str]) -> int:
         "--model", metavar="DIR|HUB_ID", help="a checkpoint directory that the daemons see, or a hub id"
     )
     parser.add_argument(
-        "--keep", type=whole_number(0, 63), metavar="N", help="earlier generations to keep (default: the daemons')"
+        "--keep",
+        type=whole_number(0, KEEP_MAX),
+        metavar="N",
+        help="earlier generations to keep (default: the daemons')",
     )
     _add_common(parser)
     given = parser.parse_args(argv)

@@ -128,7 +128,7 @@ class Coordinator:
                 if not pushing.cancelled() and (error := pushing.exception()) is not None:
                     raise error
             return course
-        except asyncio.CancelledError:
+        except BaseException:
             await self._leave(course)
             raise
         finally:
@@ -137,7 +137,8 @@ class Coordinator:
                 await asyncio.wait({pushing})
 
     async def _leave(self, course: Course) -> None:
-        """Whoever runs this was told to stop: a change that is still prepared is given up, if rank 0 answers at once.
+        """Whoever runs this was told to stop, or met an error that is no rank's: a change that is still prepared is
+        given up, if rank 0 answers at once.
 
         If not, it stays open for whoever comes next, as if we had been killed.
         """

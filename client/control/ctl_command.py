@@ -33,7 +33,7 @@ from weightcached.protocol.control_channel import ask
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.messages import Message, Report, Status
-from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
+from weightcached.protocol.named_places import add_rank_arguments, named_places, nobody_there, places_with_socket
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.protocol.places import Place, runtime_directory
@@ -218,5 +218,7 @@ def main(argv: list[str]) -> int:
     outcomes = asyncio.run(command(places, chosen, given, allowed=allow_list(given)))
     print(json.dumps([outcome.as_json() for outcome in outcomes], indent=2))
     if not outcomes:
+        nobody = nobody_there(runtime_dir, given.name) if not places else f"this is about none of {len(places)} daemons"
+        print(one_line(f"weightcached ctl: {nobody}"), file=sys.stderr)
         return NOBODY_EXIT
     return REFUSED_EXIT if any(outcome.error is not None for outcome in outcomes) else ANSWERED_EXIT

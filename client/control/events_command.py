@@ -21,7 +21,7 @@ from weightcached.client.control.watching import Finding, watch
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.control import ControlEvent
 from weightcached.protocol.errors import DaemonNotReady, InvalidOption, WeightCacheError
-from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
+from weightcached.protocol.named_places import add_rank_arguments, named_places, nobody_there, places_with_socket
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
 from weightcached.protocol.places import Place, runtime_directory
@@ -122,6 +122,9 @@ def main(argv: list[str]) -> int:
             return named if named is not None else places_with_socket(runtime_dir, given.name)
 
         if given.follow:
+            if not find():
+                waits = f"{nobody_there(runtime_dir, given.name)}; waiting for one"
+                print(one_line(f"weightcached events: {waits}"), file=sys.stderr)
             following = _follow(find, allowed=allow_list(given), forever=named is not None, json_lines=given.json)
             asyncio.run(following)
         told = asyncio.run(_snapshots(find(), allowed=allow_list(given), timeout_s=given.timeout))
@@ -131,5 +134,6 @@ def main(argv: list[str]) -> int:
     for said in told:
         _say(said, json_lines=given.json)
     if not told:
+        print(one_line(f"weightcached events: {nobody_there(runtime_dir, given.name)}"), file=sys.stderr)
         return NONE_EXIT
     return UNTOLD_EXIT if any(isinstance(said, Lost) for said in told) else TOLD_EXIT

@@ -24,8 +24,9 @@ from weightcached.protocol.errors import (
     RanksDisagree,
     WeightCacheError,
 )
+from weightcached.protocol.named_places import nobody_there, places_with_socket
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, places_in, runtime_directory
+from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
 from weightcached.protocol.ranks import KINDS, every_rank, rank_word
 
 PATIENCE_S = 3.0
@@ -120,16 +121,9 @@ async def find_group(runtime_dir: Path, name: str, *, deadline: Deadline, allowe
     Raises DaemonAbsent where there is none; RanksDisagree where their ranks are not of one model, or one is there
     twice; DaemonUnreachable where no daemon of it answers.
     """
-    served = [one for one in places_in(runtime_dir) if one.socket_path.exists()]
-    places = [one for one in served if one.name == name]
+    places = places_with_socket(runtime_dir, name)
     if not places:
-        raise DaemonAbsent(
-            "no daemon serves under this name",
-            expected=name,
-            found=", ".join(sorted({one.name for one in served})) or "none",
-            where=f"{runtime_dir}/{name}",
-            next_step="name another with --runtime-dir and --name, or start the daemons",
-        )
+        raise nobody_there(runtime_dir, name)
     answers = await asyncio.gather(*(describe(place, deadline=deadline, allowed=allowed) for place in places))
     silent = {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, WeightCacheError)}
     found = [(place, one) for place, one in zip(places, answers, strict=True) if isinstance(one, RankState)]

@@ -134,7 +134,10 @@ def render(group: Group) -> list[str]:
     rows = [_row(member.word, one) for member, state in group.states() for one in state.generations]
     lines = table([_HEADING, *rows])
     lines += [f"{word}: no daemon answers" for word in group.missing]
+    lines += [f"{place}: {error}" for place, error in group.silent.items()]
     for member, state in group.states():
+        if not state.generations:
+            lines.append(f"{member.word}: {state.state}, and holds no weights")
         if state.open is not None:
             lines.append(f"{member.word}: change {state.open} is open")
         if state.change is not None and state.change.state in ("preparing", "prepared", "failed"):

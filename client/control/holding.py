@@ -63,7 +63,13 @@ def _one(infos: list[GenerationInfo], word: str, group: Group) -> GenerationInfo
     first = found[0]
     if any(not held(first).versions.same(Versions(one.version, one.receipts_version)) for one in found):
         several = ", ".join(dict.fromkeys(one.version for one in found))
-        raise GenerationGone("several versions begin so", expected=word, found=several, where=group.where)
+        raise GenerationGone(
+            "several versions begin so",
+            expected=word,
+            found=several,
+            where=group.where,
+            next_step="give more of the one that is meant",
+        )
     return first
 
 

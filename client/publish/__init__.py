@@ -90,6 +90,6 @@ def stage(
         keep=keep,
         wait=wait,
         force=force,
-        bucket_nbytes=bucket_nbytes or session.BUCKET_NBYTES,
-        bucket_count=bucket_count or session.BUCKET_COUNT,
+        bucket_nbytes=session.BUCKET_NBYTES if bucket_nbytes is None else bucket_nbytes,
+        bucket_count=session.BUCKET_COUNT if bucket_count is None else bucket_count,
     )

@@ -22,7 +22,14 @@ from weightcached.client.publish.group import GroupPush
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Value
 from weightcached.protocol.control import FromTrainer
-from weightcached.protocol.errors import ProtocolError, StageLost
+from weightcached.protocol.errors import InvalidOption, ProtocolError, StageLost
+from weightcached.protocol.messages import (
+    BUCKET_MAX_NBYTES,
+    BUCKET_MIN_NBYTES,
+    BUCKET_UNIT_NBYTES,
+    BUCKETS_MAX,
+    SHORT_TEXT_MAX,
+)
 
 BUCKET_NBYTES = 16 << 20
 BUCKET_COUNT = 3
@@ -46,6 +53,12 @@ class Publication:
         bucket_nbytes: int,
         bucket_count: int,
     ) -> None:
+        _require("bucket_nbytes", bucket_nbytes, BUCKET_MIN_NBYTES, BUCKET_MAX_NBYTES, multiple_of=BUCKET_UNIT_NBYTES)
+        _require("bucket_count", bucket_count, 1, BUCKETS_MAX)
+        if len(trainer) > SHORT_TEXT_MAX:
+            raise InvalidOption(
+                "the trainer's name is too long", expected=f"{SHORT_TEXT_MAX} characters", found=len(trainer)
+            )
         self._where = where
         self._trainer = trainer
         self._source = FromTrainer(partial=partial)
@@ -180,6 +193,12 @@ class Publication:
             self._opened.result().close()
         for one in self._begun:
             one.close()
+
+
+def _require(what: str, found: int, least: int, most: int, *, multiple_of: int = 1) -> None:
+    if not least <= found <= most or found % multiple_of:
+        of = f"a multiple of {multiple_of} " if multiple_of > 1 else ""
+        raise InvalidOption(f"unusable {what}", expected=f"{of}from {least} to {most}", found=found)
 
 
 def default_trainer() -> str:

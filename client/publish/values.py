@@ -77,6 +77,13 @@ class Given:
                 found=dtype,
                 next_step=f"convert it before it is pushed: tensor.to(torch.{self._wanted.dtype})",
             )
+        if unusual := _unusual(value):
+            raise PushMismatch(
+                f"{name} has no values of its own in memory",
+                expected="a dense tensor",
+                found=unusual,
+                next_step="push its dense form; of one that is sharded its full_tensor(), or each shard with its box",
+            )
         found = tuple(value.shape)
         if found == shape:
             return value  # type: ignore[no-any-return]
@@ -96,6 +103,17 @@ def dtype_name(value: Any) -> str:
         expected="a torch tensor, a NumPy array, or what gives one for a box",
         found=type(value).__name__,
     )
+
+
+def _unusual(value: Any) -> str | None:
+    """What a tensor of torch's is that cannot be copied element by element; None for all others."""
+    if not _is_torch(value):
+        return None
+    if value.is_meta:
+        return "a tensor on the meta device"
+    if hasattr(value, "to_local"):
+        return f"a {type(value).__name__}"
+    return None if str(value.layout) == "torch.strided" else f"a tensor of layout {value.layout}"
 
 
 def _is_torch(value: Any) -> bool:

@@ -85,11 +85,23 @@ def test_what_is_no_device_is_an_error_with_the_spellings(cuda_here: CudaHere, d
 
 
 def test_one_of_several_is_never_guessed(cuda_here: CudaHere) -> None:
-    cuda_here.fake.plug(SLOW, FAST)
+    alike = FakeDevice(SLOW.uuid[:-1] + ("1" if SLOW.uuid[-1] == "0" else "0"))
+    cuda_here.fake.plug(SLOW, FAST, alike)
     with pytest.raises(InvalidOption, match="several devices fit"):
         chosen("cuda")
+    with pytest.raises(InvalidOption, match="several devices fit") as raised:
+        chosen(f"cuda:{SLOW.uuid[:8]}")
+    assert [one.uuid in str(raised.value) for one in (SLOW, alike, FAST)] == [True, True, False]
     with pytest.raises(DeviceAbsent):
-        chosen("cuda:2")
+        chosen("cuda:3")
+
+
+def test_a_process_that_is_shown_no_device_is_told_by_what(
+    cuda_here: CudaHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(DeviceAbsent, match="CUDA_VISIBLE_DEVICES=7"):
+        chosen("cuda")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ what is compared, written down or sent is the UUID.
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightcached.protocol.errors import DeviceAbsent, InvalidOption
@@ -59,14 +59,13 @@ def find(wanted: str | int | None) -> Device:
     Raises DeviceAbsent where this process does not see it, InvalidOption where the word fits none or several.
     """
     found = devices()
-    seen = "; ".join(f"{device.ordinal}: {device.uuid} ({device.name})" for device in found)
-    where = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}"
+    where = driver.visible_devices()
     fitting = [device for device in found if wanted is None or _fits(device, str(wanted))]
     if len(fitting) > 1:
         raise InvalidOption(
             "several devices fit",
             expected="one device" if wanted is None else wanted,
-            found=seen,
+            found=_named(fitting),
             where=where,
             next_step="give the UUID of one",
         )
@@ -74,11 +73,15 @@ def find(wanted: str | int | None) -> Device:
         raise DeviceAbsent(
             "this process does not see the device",
             expected=wanted,
-            found=seen or "no device",
+            found=_named(found) or "no device",
             where=where,
             next_step="name a device that is seen, or let this process see it (CUDA_VISIBLE_DEVICES)",
         )
     return fitting[0]
+
+
+def _named(found: Sequence[Device]) -> str:
+    return "; ".join(f"{device.ordinal}: {device.uuid} ({device.name})" for device in found)
 
 
 def why_no_descriptors(device: Device) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import Any
 
 from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory, WeightCacheError
@@ -99,8 +100,15 @@ def failure(name: str, result: Any, *, asked: str) -> WeightCacheError:
     if said == _OUT_OF_MEMORY:
         return InsufficientMemory(f"{name} found no memory", expected=asked, found=said)
     if said in _ABSENT:
-        return DeviceAbsent(f"{name} found no device", expected=asked, found=said, next_step=_ABSENT[said])
+        return DeviceAbsent(
+            f"{name} found no device", expected=asked, found=said, where=visible_devices(), next_step=_ABSENT[said]
+        )
     return DeviceFailed(f"{name} failed", expected=asked, found=said, next_step=_NEXT_STEPS.get(said))
+
+
+def visible_devices() -> str:
+    """What the driver was told to show to this process, for messages."""
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}"
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,15 +20,27 @@ from tests.support.commanding import Changer, from_directory, other_weights
 from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.groups import Change, group, versions, waiting
 from weightcached.client import attach
-from weightcached.client.control import commands, drop, generations, held_commands, pin, resolve, rollback, update
+from weightcached.client.control import (
+    changes,
+    commands,
+    drop,
+    generations,
+    held_commands,
+    pin,
+    resolve,
+    rollback,
+    update,
+)
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
+from weightcached.client.control.group import Where
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
     DaemonAbsent,
     DaemonNotReady,
     GenerationGone,
+    InvalidOption,
     UpdateConflict,
     WeightCacheError,
     WorkerDied,
@@ -117,6 +130,28 @@ def test_a_change_that_is_under_way_is_left_alone_or_ended_by_command(
     assert "served by every rank" in capsys.readouterr().out
     assert versions(ranks) != first
     assert other.ranks[0].decide(other.transaction, commit=False).outcome == "aborted"
+
+
+def test_a_change_whose_coordinator_meets_an_error_is_given_up(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    """The error is nobody's who has a part in the protocol: whoever watches raises it."""
+
+    def watches(step: Step) -> None:
+        if step.phase is Phase.WAIT:
+            raise ZeroDivisionError
+
+    where = Where.of(runtime_dir=at)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(changes.update(where, newer, told=watches))
+    update(newer, runtime_dir=at)  # nothing of it is in the way
+
+
+@pytest.mark.parametrize("keep", [-1, 64])
+def test_a_number_to_keep_that_no_rank_would_take_is_refused_before_anything_is_open(
+    ranks: list[Daemon], at: Path, newer: Path, keep: int
+) -> None:
+    with pytest.raises(InvalidOption, match=r"earlier generations.*0 to 63"):
+        update(newer, runtime_dir=at, keep=keep)
+    assert waiting(ranks) == []
 
 
 def test_what_every_rank_has_prepared_is_committed_by_whoever_comes_next(

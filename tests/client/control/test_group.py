@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weightcached.client.control.group import Group, members_of
+from weightcached.client.control.held_commands import render
 from weightcached.protocol.control import RankInfo, RankState
 from weightcached.protocol.errors import DaemonAbsent, DaemonUnreachable, RanksDisagree
 from weightcached.protocol.places import Place
@@ -52,6 +53,13 @@ def test_a_rank_that_is_missing_is_named_and_a_daemon_that_is_silent_too() -> No
     silent = {Place(AT, "live", "c"): DaemonUnreachable("nobody listens")}
     with pytest.raises(DaemonUnreachable, match="live/c: nobody listens"):
         Group(AT, "live", members, silent).require_whole()
+
+
+def test_generations_says_who_holds_nothing_and_why_a_daemon_is_silent() -> None:
+    members = members_of([rank("a", tp_rank=0, tp_size=2)], "there")
+    silent = {Place(AT, "live", "c"): DaemonUnreachable("nobody listens")}
+    lines = render(Group(AT, "live", members, silent))
+    assert lines[1:] == ["tp1of2: no daemon answers", "live/c: nobody listens", "tp0of2: ready, and holds no weights"]
 
 
 def test_daemons_of_other_sizes_and_a_rank_twice_are_no_group() -> None:

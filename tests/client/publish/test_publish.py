@@ -22,7 +22,7 @@ from weightcached.client.control import rollback
 from weightcached.client.publish import publish, stage
 from weightcached.loader.reference import Reference
 from weightcached.protocol.config import build_config
-from weightcached.protocol.errors import PushMismatch, UpdateConflict
+from weightcached.protocol.errors import InvalidOption, PushMismatch, UpdateConflict
 
 BUCKETS = {"bucket_nbytes": 64 * 1024, "bucket_count": 2}
 
@@ -126,6 +126,8 @@ def test_what_is_missing_is_named_and_nothing_changes(ranks: list[Daemon], model
         ("model.norm.weight", torch.zeros(32), "another dtype"),
         ("model.norm.weight", torch.zeros(31, dtype=torch.bfloat16), "another shape"),
         ("model.norm.weight", "weights", "no tensor"),
+        ("model.norm.weight", torch.zeros(32, dtype=torch.bfloat16, device="meta"), "no values.*meta device"),
+        ("model.norm.weight", torch.zeros(32, dtype=torch.bfloat16).to_sparse(), "no values.*sparse_coo"),
     ],
 )
 def test_what_the_checkpoint_does_not_have_is_refused(ranks: list[Daemon], name: str, value: Any, said: str) -> None:
@@ -133,6 +135,26 @@ def test_what_the_checkpoint_does_not_have_is_refused(ranks: list[Daemon], name:
     with pytest.raises(PushMismatch, match=said):
         publish({name: value}, partial=True, **where(ranks))
     assert versions(ranks) == before
+    assert waiting(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("bucket_nbytes", 0, "bucket_nbytes.*multiple of 4096 from 65536"),
+        ("bucket_nbytes", (1 << 20) + 1, "multiple of 4096"),
+        ("bucket_nbytes", 1 << 40, "to 1073741824"),
+        ("bucket_count", 0, "bucket_count.*from 1 to"),
+        ("bucket_count", 1000, "bucket_count.*from 1 to"),
+        ("trainer", "x" * 2000, "trainer's name is too long"),
+        ("keep", -1, "earlier generations"),
+    ],
+)
+def test_options_that_no_rank_would_take_are_refused_before_anything_is_open(
+    ranks: list[Daemon], option: str, value: Any, said: str
+) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        publish({}, partial=True, **{**where(ranks), option: value})
     assert waiting(ranks) == []
 
 

@@ -15,11 +15,17 @@ NO_TRANSACTION = "0" * 32
 
 
 def run(command: str, *arguments: str, runtime_dir: Path) -> tuple[int, str]:
+    status, output, _ = run_whole(command, *arguments, runtime_dir=runtime_dir)
+    return status, output
+
+
+def run_whole(command: str, *arguments: str, runtime_dir: Path) -> tuple[int, str, str]:
+    """Exit status, output, and what was said beside it."""
     words = [sys.executable, "-m", "weightcached.daemon", *command.split(), *arguments]
     result = subprocess.run(
         [*words, "--runtime-dir", str(runtime_dir)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
     )
-    return result.returncode, result.stdout
+    return result.returncode, result.stdout, result.stderr
 
 
 def ctl(command: str, *arguments: str, runtime_dir: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -48,13 +54,22 @@ def test_ctl_asks_every_rank_or_those_that_are_meant(model: Path, runtime_dir: P
         assert [one["pinned"] for one in answers[0]["answer"]["generations"]] == [True]
         status, answers = ctl("drop", held[0], runtime_dir=runtime_dir)
         assert (status, answers[0]["error"]["code"]) == (1, "update_conflict")
-        assert ctl("unpin", "f" * 32, runtime_dir=runtime_dir) == (3, [])
+        status, output, said = run_whole("ctl unpin", "f" * 32, runtime_dir=runtime_dir)
+        assert (status, json.loads(output)) == (3, [])
+        assert "about none of 2 daemons" in said
+        for command in ("ctl describe", "events"):
+            status, _, said = run_whole(command, "--name", "other", runtime_dir=runtime_dir)
+            assert status == 3
+            assert "no daemon serves under this name; expected: other; found: default; where: " in said
 
 
 def test_ctl_with_nobody_there_or_nothing_to_say(runtime_dir: Path) -> None:
     assert ctl("status", runtime_dir=runtime_dir) == (3, [])
     status, answers = ctl("status", "--tp-size", "1", runtime_dir=runtime_dir)
     assert (status, answers[0]["error"]["code"]) == (1, "daemon_absent")
+    for command in ("ctl status", "events", "generations", "release", "wait"):  # a name is one everywhere
+        status, _, said = run_whole(command, "--name", "../other", runtime_dir=runtime_dir)
+        assert (status, "unusable name" in said) == (64, True)
     for wrong in ("pin", "pin xyz", f"describe {NO_TRANSACTION}", f"decide {NO_TRANSACTION}", "status --force"):
         assert run(f"ctl {wrong}", runtime_dir=runtime_dir)[0] == 64
 
