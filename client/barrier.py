@@ -94,6 +94,27 @@ class Barrier:
         with self._changed:
             self._closed = reason
 
+    def require(self, stopped: object, what: str) -> None:
+        """Raises BarrierError, unless ``stopped`` is a block of :meth:`stopped` that has stopped the readers now, and
+        its thread asks.
+        """
+        if not isinstance(stopped, Stopped):
+            found = f"{type(stopped).__name__}, which is no such block"
+        elif stopped.barrier is not self:
+            found = "a block of another barrier"
+        elif self.holds(stopped):
+            return
+        elif stopped.thread != threading.get_ident():
+            found = "another thread than the one that entered the block"
+        else:
+            found = "a block that is over"
+        raise BarrierError(
+            f"{what} while somebody may compute with them: nothing was exchanged",
+            expected="inside a block of stopped() of the barrier that the weights' readers use",
+            found=found,
+            next_step="with weights.barrier.stopped() as stopped: staged.swap(stopped)",
+        )
+
     def holds(self, stopped: Stopped) -> bool:
         """Whether ``stopped`` is the one who has stopped the readers now, and this is its thread."""
         return self._stopped is stopped and stopped.thread == threading.get_ident()
@@ -178,23 +199,6 @@ class Stopped:
                     first.add_note(f"and then: {error!r}")
         if first is not None:
             raise first
-
-    def require(self, barrier: Barrier, what: str) -> None:
-        """Raises BarrierError, unless this has stopped the readers of ``barrier`` now, and is asked by its thread."""
-        if self.barrier is barrier and barrier.holds(self):
-            return
-        if self.barrier is not barrier:
-            found = "a block of another barrier"
-        elif self.thread != threading.get_ident():
-            found = "another thread than the one that entered the block"
-        else:
-            found = "a block that is over"
-        raise BarrierError(
-            f"{what} while somebody may compute with them: nothing was exchanged",
-            expected="inside a block of stopped() of the barrier that the weights' readers use",
-            found=found,
-            next_step="with weights.barrier.stopped() as stopped: staged.swap(stopped)",
-        )
 
     def for_ever(self, reason: WeightCacheError) -> None:
         """The readers do not go on: ``reason`` is raised to them."""

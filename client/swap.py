@@ -81,7 +81,7 @@ class Staged:
         """
         if changed not in ("refuse", "discard"):
             raise InvalidOption("unknown policy for changed parameters", expected="refuse or discard", found=changed)
-        stopped.require(self._weights.barrier, "weights were to be exchanged")
+        self._weights.barrier.require(stopped, "weights were to be exchanged")
         mapped = self._mapped
         if mapped is None:
             raise ValueError("this generation was swapped in or given up already: stage it again")

@@ -102,11 +102,11 @@ def switch_now(switch: Switch, record: Record) -> Generation | Refused:
     wrong_version = switch.version is not None and held is not None and not is_version(held.generation, switch.version)
     if held is not None and not wrong_version:
         return held.generation
-    asked = (f"generation {switch.generation}" if switch.generation else "", f"version {switch.version or ''}")
+    named = {"generation": switch.generation, "version": switch.version}
     return refusal(
         GenerationGone(
             "the daemon does not serve the generation that is asked for; the lease stays what it was",
-            expected=", ".join(filter(None, asked)),
+            expected=", ".join(f"{what} {word}" for what, word in named.items() if word is not None),
             found=_what_is_held(record),
             next_step="go on with the weights in use, or ask for what is served now",
         )

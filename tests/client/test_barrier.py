@@ -100,15 +100,15 @@ def test_blocks_of_one_thread_lie_within_each_other() -> None:
 def test_the_right_to_exchange_is_of_a_block_its_barrier_and_its_thread() -> None:
     barrier = Barrier()
     with barrier.stopped() as stopped:
-        stopped.require(barrier, "x")
+        barrier.require(stopped, "x")
         with pytest.raises(BarrierError, match="another barrier"):
-            stopped.require(Barrier(), "x")
+            Barrier().require(stopped, "x")
         with ThreadPoolExecutor() as threads, pytest.raises(BarrierError, match="another thread"):
-            threads.submit(stopped.require, barrier, "x").result(20)
+            threads.submit(barrier.require, stopped, "x").result(20)
     with pytest.raises(BarrierError, match="a block that is over"):
-        stopped.require(barrier, "x")
+        barrier.require(stopped, "x")
     with pytest.raises(BarrierError, match="a block that is over"):
-        Stopped(barrier).require(barrier, "x")
+        barrier.require(Stopped(barrier), "x")
 
 
 def test_what_is_left_for_afterwards_is_done_when_readers_have_gone_on() -> None:

@@ -91,8 +91,9 @@ def test_without_the_barrier_nothing_is_swapped(swappable: WeightSet, how: str) 
             with Barrier().stopped() as foreign, pytest.raises(BarrierError, match="another barrier"):
                 staged.swap(foreign)
         if how == "outside":
-            with pytest.raises(AttributeError):
-                staged.swap(swappable.barrier)  # type: ignore[arg-type]
+            for nothing in (swappable.barrier, swappable.barrier.stopped(), None):
+                with pytest.raises(BarrierError, match="is no such block"):
+                    staged.swap(nothing)  # type: ignore[arg-type]
     assert (swappable["square"] == 1).all()
 
 

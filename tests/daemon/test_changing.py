@@ -265,6 +265,7 @@ def test_a_lease_switches_and_the_one_it_had_is_freed(model: Path, other: Path, 
             refused = ask(lease, Switch(generation="0" * 32))
             assert isinstance(refused, Refused)
             assert refused.code == GenerationGone.code
+            assert refused.expected == f"generation {'0' * 32}"
             assert [one.leases for one in changer.state().generations] == [0, 1]
             lease.send(Switch())
             frame = lease.receive()
