@@ -54,14 +54,17 @@ class Making:
             next_step="serve these under another --name, or restart the daemons with them",
         )
         started_s = time.monotonic()
-        try:
-            made = await load(
-                dataclasses.replace(request, yields=True, make_room=self._freeing.make_room), self._record.progress
-            )
-        except TransientFailure as failure:
-            raise failure.cause from failure
-        except InsufficientMemory as error:
-            raise self._beside(error) from error
+        request = dataclasses.replace(request, yields=True, make_room=self._freeing.make_room)
+        while True:
+            try:
+                made = await load(request, self._record.progress)
+                break
+            except (TransientFailure, InsufficientMemory) as failure:
+                cause = failure.cause if isinstance(failure, TransientFailure) else failure
+                if not isinstance(cause, InsufficientMemory):
+                    raise cause from failure
+                if not await self._freeing.make_room():  # what a worker itself needs was not admitted with the weights
+                    raise self._beside(cause) from failure
         self._record.load_durations.add(time.monotonic() - started_s)
         return self._by_change(made)
 

@@ -1,4 +1,5 @@
-"""Weights on a GPU are changed under an engine, where a shard lies in several segments: pushed, and swapped in.
+"""Weights on a GPU are changed under an engine: pushed where a shard lies in several segments, and swapped in; loaded
+where there is no room, where the driver fails, and where the keeper dies afterwards.
 
 On the driver that needs no GPU. The worker is the real one, the trainer is in this process.
 """
@@ -9,15 +10,20 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.daemon.test_staging import push_and_finish
 from tests.support.checkpoints import tiny_llama
-from tests.support.fakecuda import GRANULARITY, FakeCuda
+from tests.support.commanding import Changer, other_weights
+from tests.support.fakecuda import CONTEXT_NBYTES, GRANULARITY, UNKNOWN, FakeCuda, FakeDevice
 from tests.support.gpu_daemons import digests_from_disk, gpu_daemon
 from tests.support.gpu_engine import gpu_engine
+from tests.support.groups import kill_and_wait
 from tests.support.plain import tensors_of
 from tests.support.staging import await_change, begin_push, decide, push_begun
+from weightcached.client.control import rollback, update
+from weightcached.protocol.errors import DeviceFailed, InsufficientMemory
 from weightcached.protocol.memory.cuda import physical
 
 
@@ -55,4 +61,85 @@ def test_what_is_pushed_is_swapped_in_at_the_same_addresses(
                 assert engine.ask("differing") == []
                 assert engine.ask("addresses") == addresses
     assert fake_cuda.used_nbytes() == 0
+    assert fake_cuda.leaks() == {}
+
+
+@pytest.fixture
+def other(model: Path, tmp_path: Path) -> Path:
+    return other_weights(model, tmp_path / "other")
+
+
+def test_an_update_that_a_gpu_has_no_room_for_says_so_and_what_is_merely_kept_makes_room(
+    fake_cuda: FakeCuda, model: Path, other: Path, runtime_dir: Path
+) -> None:
+    """A worker's context takes room, too."""
+    for generations, fits in ((1, False), (2, True)):
+        fake_cuda.plug(FakeDevice(nbytes=CONTEXT_NBYTES + generations * GRANULARITY + GRANULARITY // 2))
+        with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+            first = served.wait_until("ready")
+            if fits:
+                update(other, runtime_dir=runtime_dir)
+                second = served.report().generation
+                update(model, runtime_dir=runtime_dir)
+                held = Changer(served).state().generations
+                assert [one.generation for one in held if one.standing == "previous"] == [second]
+            else:
+                with pytest.raises(InsufficientMemory, match=r"MiB free.*beside 1 generation") as raised:
+                    update(other, runtime_dir=runtime_dir)
+                assert "not changed on rank tp0of1" in str(raised.value)
+                assert served.report().generation == first.generation
+            assert fake_cuda.used_nbytes() == generations * GRANULARITY
+            with gpu_engine(fake_cuda, model, runtime_dir, device="cuda", want="current") as engine:
+                engine.answer()
+                assert engine.ask("digests") == digests_from_disk(model)
+    assert fake_cuda.leaks() == {}
+
+
+def test_a_driver_that_fails_during_an_update_costs_nothing_that_is_served(
+    fake_cuda: FakeCuda, model: Path, other: Path, runtime_dir: Path
+) -> None:
+    """In the keeper, the worker or the process that verifies; and once it is well again the update goes through."""
+    with gpu_daemon(fake_cuda, model, runtime_dir) as served:
+        first = served.wait_until("ready")
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda", want="current") as engine:
+            engine.answer()
+            wanted = engine.ask("digests")
+            for call in (
+                "cuMemCreate",
+                "cuMemExportToShareableHandle",
+                "cuMemImportFromShareableHandle",
+                "cuMemcpyHtoDAsync",
+                "cuMemcpyDtoHAsync",
+            ):
+                fake_cuda.fail((call, "*", UNKNOWN))
+                with pytest.raises(DeviceFailed, match=f"not changed on rank tp0of1: {call} failed"):
+                    update(other, runtime_dir=runtime_dir)
+                assert (served.report().generation, served.report().state) == (first.generation, "ready")
+                assert fake_cuda.used_nbytes() == first.resident_nbytes
+            fake_cuda.fail()
+            update(other, runtime_dir=runtime_dir)
+            assert engine.ask("digests") == wanted
+            engine.ask("swap")
+            assert engine.ask("digests") == digests_from_disk(other)
+    assert fake_cuda.leaks() == {}
+
+
+def test_a_keeper_that_is_killed_after_an_update_has_both_generations_again(
+    fake_cuda: FakeCuda, model: Path, other: Path, runtime_dir: Path
+) -> None:
+    with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
+        first = served.wait_until("ready")
+        update(other, runtime_dir=runtime_dir)
+        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda", want="current", heartbeat_s=0.2) as engine:
+            engine.answer()
+            addresses = engine.ask("addresses")
+            kill_and_wait(served)
+            engine.ask("wait_for_its_lease")
+            assert served.report().bytes_read == 0
+            assert rollback(runtime_dir=runtime_dir).away == ()
+            assert served.report().generation == first.generation
+            engine.ask("swap")
+            assert engine.ask("digests") == digests_from_disk(model)
+            assert engine.ask("addresses") == addresses
+            assert fake_cuda.used_nbytes() == 2 * first.resident_nbytes
     assert fake_cuda.leaks() == {}

@@ -342,6 +342,12 @@ def test_a_context_is_shared_and_current_only_where_it_is_made_so(cuda_here, dev
     assert cuda_here.fake.contexts() == []
 
 
+def test_a_device_without_room_for_a_context_says_who_holds_its_memory(cuda_here):
+    cuda_here.fake.plug(FakeDevice(nbytes=CONTEXT_NBYTES - 1))
+    with pytest.raises(InsufficientMemory, match=r"the device has no room.*context.*MiB free; held by"):
+        Context(devices.find(None))
+
+
 def test_things_of_a_context_are_given_back_from_any_thread(current, device, cuda_here):
     things = [Stream(), Event(), Pinned(64), DeviceMemory(64, device=device)]
     thread = threading.Thread(target=things.clear)  # drops the last references where no context is current

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weightcached.protocol.memory.cuda import driver
+from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.memory.cuda import driver, nvml
 from weightcached.protocol.memory.cuda.devices import Device
 from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context
 
@@ -18,11 +19,15 @@ class Context(Owned):
     """The primary context of ``device``, retained. What was made in it is closed before it is."""
 
     def __init__(self, device: Device) -> None:
+        """Raises InsufficientMemory, naming who holds the device's memory where NVML knows."""
         driver.initialise()
         self.device = device
         asked = f"the context of {device.uuid}"
         number = driver.call("cuDeviceGet", device.ordinal, asked=asked)
-        self.handle = int(driver.call("cuDevicePrimaryCtxRetain", number, asked=asked))
+        try:
+            self.handle = int(driver.call("cuDevicePrimaryCtxRetain", number, asked=asked))
+        except InsufficientMemory as error:
+            raise nvml.no_room(error, asked=asked, uuid=device.uuid) from error
         self._owns(driver.call, "cuDevicePrimaryCtxRelease", number, asked=asked)
 
     @contextmanager
