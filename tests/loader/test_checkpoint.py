@@ -129,7 +129,8 @@ def test_other_weight_files_are_ignored_with_a_reason(tmp_path):
         assert "index" in checkpoint.ignored_files["consolidated.safetensors"]
 
 
-def test_a_header_of_100_000_tensors_parses_within_a_second_of_processor_time():
+def test_a_header_of_100_000_tensors_costs_a_few_times_what_its_json_does():
+    """Of processor time. What it takes on this machine: `make bench BENCH_ARGS=plan`."""
     entries = {
         f"model.layers.{i // 10}.part{i % 10}.weight": {
             "dtype": "BF16",
@@ -141,7 +142,10 @@ def test_a_header_of_100_000_tensors_parses_within_a_second_of_processor_time():
     raw = json.dumps(entries).encode()
     file_nbytes = PREFIX_BYTES + len(raw) + 256 * 100_000
     # The best of a few: others may be working on this machine.
-    assert any(_seconds(lambda: parse_header(raw, file="f", file_nbytes=file_nbytes)) <= 1.0 for _ in range(5))
+    assert any(
+        _seconds(lambda: parse_header(raw, file="f", file_nbytes=file_nbytes)) <= 4 * _seconds(lambda: json.loads(raw))
+        for _ in range(5)
+    )
     header = parse_header(raw, file="f", file_nbytes=file_nbytes)
     last = header.tensors[-1]
     assert last == TensorHeader("model.layers.9999.part9.weight", "bfloat16", (16, 8), "f", file_nbytes - 256, 256)

@@ -475,11 +475,17 @@ def huge():
 
 
 @pytest.mark.parametrize("options", [{"layout": "hf"}, {"tp_size": 4, "quantization": "fp8"}], ids=["hf", "fused"])
-def test_100_000_tensors_are_planned_within_two_seconds_of_processor_time(huge, options):
+def test_the_time_to_plan_grows_with_the_number_of_tensors_and_no_faster(huge, options):
+    """Of processor time, from 10,000 to 100,000. What it takes on this machine: `make bench BENCH_ARGS=plan`."""
     model, tensors = huge
     assert len(tensors) >= 100_000
+    tenth = tiny_config(num_hidden_layers=model["num_hidden_layers"] // 10)
+    some = headers(tiny_shapes(tenth))
     # The best of a few: others may be working on this machine.
-    assert any(_seconds(lambda: plan(model, tensors, **options)) <= 2.0 for _ in range(5))
+    assert any(
+        _seconds(lambda: plan(model, tensors, **options)) <= 20 * _seconds(lambda: plan(tenth, some, **options))
+        for _ in range(5)
+    )
 
 
 def test_100_000_tensors_are_planned_within_200_mib(huge):
