@@ -34,7 +34,7 @@ def test_a_collector_that_is_off_stays_off_and_what_is_frozen_stays_frozen() -> 
         pass
     assert not gc.isenabled()
     gc.enable()
-    frozen = [[]]
+    frozen: list[list[int]] = [[]]
     gc.freeze()
     with collector_paused():
         pass
