@@ -191,7 +191,7 @@ def test_nothing_is_pushed_before_the_block_after_its_commit_or_when_it_is_left(
     ids=str,
 )
 def test_buckets_that_no_daemon_takes_are_refused_before_one_is_asked(
-    options: dict[str, int], runtime_dir: Path
+    options: dict[str, Any], runtime_dir: Path
 ) -> None:
     with pytest.raises(InvalidOption, match=rf"bucket.*expected: .*found: {next(iter(options.values()))}"):
         stage(runtime_dir=runtime_dir, **options)
