@@ -38,24 +38,29 @@ def where(ranks: list[Daemon]) -> dict[str, Any]:
     return {"runtime_dir": ranks[0].place.runtime_dir, "timeout_s": 120.0, **BUCKETS}
 
 
-def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], version: str, tmp_path: Path) -> None:
-    """Engines at both ranks get this version, and it is what a load of these tensors would be."""
-    directory = tmp_path / version.partition(":")[2][:16]
+def referenced(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], directory: Path) -> list[dict[str, bytes]]:
+    """Each rank's parameters, by name, as a load of these tensors would have them. Writes the checkpoint."""
     directory.mkdir()
     (directory / "config.json").write_bytes((ranks[0].model_dir / "config.json").read_bytes())
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    for rank, served in enumerate(ranks):
-        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank}
-        config = build_config(directory, **options)
-        runtime_dir = served.place.runtime_dir
-        with (
-            attach(served.model_dir, runtime_dir=runtime_dir, want="current", mode="require", **options) as weights,
-            Reference(directory, config) as reference,
-        ):
+    made = []
+    for rank in range(len(ranks)):
+        config = build_config(directory, layout="fused", tp_size=len(ranks), tp_rank=rank)
+        with Reference(directory, config) as reference:
+            made.append({name: raw(reference.parameter(name)) for name, _ in reference.missing(())})
+    return made
+
+
+def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], version: str, tmp_path: Path) -> None:
+    """Engines at both ranks get this version, and it is what a load of these tensors would be."""
+    expected = referenced(ranks, tensors, tmp_path / version.partition(":")[2][:16])
+    for rank, (served, parameters) in enumerate(zip(ranks, expected, strict=True)):
+        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank, "mode": "require"}
+        with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want="current", **options) as weights:
             assert weights.version == version
-            assert list(reference.missing(set(weights))) == []
-            for name in weights:
-                assert raw(weights[name]) == raw(reference.parameter(name)), (rank, name)
+            assert weights.keys() == parameters.keys()
+            for name, tensor in weights.items():
+                assert raw(tensor) == parameters[name], (rank, name)
 
 
 def test_all_ranks_serve_what_was_published(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
