@@ -109,7 +109,11 @@ class RankPush:
         with ExitStack() as held:
             connection = reach(place, allowed=allowed, deadline=deadline, appear_by=Deadline.after(0))
             if connection is None:
-                raise DaemonAbsent("no daemon is there to push to", where=place.socket_path)
+                raise DaemonAbsent(
+                    "no daemon is there to push to",
+                    where=place.socket_path,
+                    next_step="start it again (`weightcached up`), and push then",
+                )
             daemon = Channel(connection, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
             held.callback(daemon.close)
             stage = Stage(
