@@ -192,6 +192,36 @@ def test_after_close_nothing_is_staged_or_swapped(swappable: WeightSet) -> None:
         swappable.stage()
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_threads_that_stage_while_another_closes_get_all_or_an_error(swappable: WeightSet, number: int) -> None:
+    begun = threading.Barrier(4)
+
+    def stage_and_swap() -> set[str]:
+        found = set()
+        begun.wait(20)
+        for _ in range(20):
+            try:
+                with swappable.stage() as staged, swappable.barrier.stopped() as stopped:
+                    staged.swap(stopped)
+                found.add("swapped")
+            except (DaemonUnreachable, ValueError) as error:
+                found.add("closed" if "closed" in str(error) else f"{type(error).__name__}: {error}")
+        return found
+
+    square = swappable["square"]
+    with ThreadPoolExecutor() as threads:
+        staging = [threads.submit(stage_and_swap) for _ in range(3)]
+        begun.wait(20)
+        for _ in range(number):
+            with swappable.barrier.reading():
+                assert square.unique().numel() == 1
+        swappable.close()
+        outcomes = set().union(*(each.result(60) for each in staging))
+    assert outcomes <= {"swapped", "closed"}
+    assert "closed" in outcomes
+    assert square.unique().numel() == 1
+
+
 def test_a_forked_child_keeps_what_was_mapped_and_cannot_stage(swappable: WeightSet, grants: list[HonestGrant]) -> None:
     ready, swapped = Gate(), Gate()
     square = swappable["square"]
