@@ -2,7 +2,8 @@
 bring engines to rest while it looks.
 
 Each raises :class:`Broken` with the word for what is broken: `outcome` and `content` (the contract's table), `bytes`,
-`complete`, `path`, `kept`, `state`, `vault`, `lease`, `descriptors`, `processes`, `memory`, `lock`, `files`, `engine`.
+`complete`, `path`, `kept`, `state`, `control`, `vault`, `lease`, `descriptors`, `processes`, `memory`, `lock`, `files`,
+`engine`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from tests.faults.chaos import processes
@@ -22,6 +24,7 @@ from tests.faults.chaos.records import Record
 from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
 from weightcached.protocol.messages import Report
+from weightcached.protocol.places import BINDING_SUFFIX, Place
 
 KEEPER_MAX_MIB = 64
 SUPERVISOR_MAX_MIB = 24
@@ -37,7 +40,9 @@ def take_levels(world: World) -> None:
     """How much a place holds when nothing is going on; called while no engine is there."""
     for site in world.sites:
         report = _settled(site)
+        _require_control(site, report)
         site.generation = report.generation
+        _eventually(partial(_require_alone, site.place))
         _, held = site.look()
         site.levels = {"keeper": _without_connections(held, site.report()), "supervisor": _supervisor_fds(site)}
     world.memory_nbytes = processes.memfd_nbytes(processes.marked(world.mark))
@@ -181,6 +186,7 @@ def _settled(site: Site) -> Report:
 
 def _check_site(world: World, site: Site, *, kept: bool) -> None:
     report = _settled(site)
+    _require_control(site, report)
     if report.adoption_seconds is not None:
         world.figures.adoption_seconds[f"{site.name} {report.pid} {site.supervisor.pid}"] = report.adoption_seconds
     if kept and report.generation != site.generation:
@@ -192,9 +198,7 @@ def _check_site(world: World, site: Site, *, kept: bool) -> None:
     if not site.place.socket_path.is_socket():
         raise Broken("path", f"{site.place.socket_path} is not there")
     _eventually(lambda: _require_one_lock(site))
-    expected = sorted((site.place.lock_path.name, site.place.socket_path.name))
-    if (found := sorted(os.listdir(site.place.directory))) != expected:
-        raise Broken("files", f"{site.place.directory} holds {found}, expected {expected}")
+    _eventually(lambda: _require_files(site))
     world.figures.keeper_mib_max = max(world.figures.keeper_mib_max, processes.anonymous_mib(report.pid))
     supervisor_mib = processes.anonymous_mib(site.supervisor.pid)
     world.figures.supervisor_mib_max = max(world.figures.supervisor_mib_max, supervisor_mib)
@@ -203,12 +207,31 @@ def _check_site(world: World, site: Site, *, kept: bool) -> None:
     world.figures.checks["places"] += 1
 
 
+def _require_control(site: Site, report: Report) -> None:
+    """The control plane is there, and says the same."""
+    if (current := site.state().current) != report.generation:
+        raise Broken("control", f"{site.name} serves {report.generation}, and says {current} to a coordinator")
+
+
+def _require_alone(place: Place) -> None:
+    """Nobody is connected to the control plane any more: ZeroMQ ends connections some time after it was told to."""
+    if connected := processes.connected_at(place.control_path.with_name(place.control_path.name + BINDING_SUFFIX)):
+        raise Broken("descriptors", f"{connected} are connected to the control plane of {place}")
+
+
 def _require_levels(site: Site) -> None:
     report, held = site.look()
     for who, now in (("keeper", _without_connections(held, report)), ("supervisor", _supervisor_fds(site))):
         before = site.levels[who]
         if now != before:
             raise Broken("descriptors", f"{who} of {site.name}: more {now - before}, fewer {before - now}")
+
+
+def _require_files(site: Site) -> None:
+    place = site.place
+    expected = sorted(path.name for path in (place.lock_path, place.socket_path, place.control_path, place.events_path))
+    if (found := sorted(os.listdir(place.directory))) != expected:
+        raise Broken("files", f"{place.directory} holds {found}, expected {expected}")
 
 
 def _without_connections(held: Counter[str], report: Report) -> Counter[str]:

@@ -76,6 +76,12 @@ def _kind(link: str) -> str:
     return link.removesuffix(" (deleted)")
 
 
+def connected_at(path: Path) -> int:
+    """How many connections were accepted at a socket that was bound as ``path``."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(words[5] == "03" and words[-1] == str(path) for line in lines if (words := line.split()))
+
+
 def threads(pid: int) -> Counter[str]:
     """How many threads a process has."""
     try:

@@ -23,6 +23,9 @@ from tests.faults.chaos.engines import Engine, Role
 from tests.faults.chaos.records import Record, Records
 from tests.support.daemons import ask, connect
 from tests.support.unprivileged import ROOT
+from weightcached.protocol.control import Describe, RankState
+from weightcached.protocol.control_channel import ask_blocking
+from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import Report, Status
@@ -197,6 +200,13 @@ class Site:
                 channel.close()
         except (OSError, PeerClosed, TimeoutError, WeightCacheError) as error:
             raise Broken("status", f"{self.name} did not answer: {error!r}") from error
+
+    def state(self) -> RankState:
+        """What it holds, as it says on the control plane, which is there some time after it serves."""
+        try:
+            return ask_blocking(self.place, Describe(), RankState, deadline=Deadline.after(READY_S), patience_s=READY_S)
+        except WeightCacheError as error:
+            raise Broken("control", f"{self.name} did not answer: {error!r}") from error
 
     # Engines
 
