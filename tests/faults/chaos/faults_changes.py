@@ -1,0 +1,225 @@
+"""Changes of a group's weights, and faults that strike in the middle of one: everybody takes part, nobody may notice.
+
+Who is killed is killed when some rank says how far it is, so that every step of a change has its turn. What is left
+open then is ended as an operator would (`update --resolve`); that nothing else needs that is judged after each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+
+from tests.faults.chaos.broken import Broken
+from tests.faults.chaos.changing import KINDS, ChangingGroup, changing
+from tests.faults.chaos.faults import Fault
+from tests.faults.chaos.site import READY_S, Site
+from tests.faults.chaos.variants import HEADS, PUSHED
+from tests.faults.chaos.world import World
+from weightcached.client.control import commands, drop, pin, rollback
+from weightcached.protocol.errors import WeightCacheError
+
+AT_ONCE = "at once"
+_STEPS = (AT_ONCE, "preparing", "prepared", "committed")
+_AT_ONCE_MAX_S = 0.8
+_JITTER_MAX_S = 0.3
+_TIMES = 10
+_ENDED = frozenset(range(5))
+"""Exit statuses of a coordinator that was not killed itself."""
+
+
+class Change(Fault):
+    """Strikes a group, and may have another generation served afterwards."""
+
+    keeps_weights = False
+    at = "changing"
+
+
+class Update(Change):
+    """To another checkpoint, or back to the one before by loading it anew."""
+
+    weight = 14
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        group.update(group.other())
+
+
+class RollBack(Change):
+    """To the version before, and from there back, some times: nothing is loaded."""
+
+    weight = 10
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        if not group.can_roll_back():
+            group.update(group.other())
+        for _ in range(world.random.randint(1, _TIMES)):
+            _roll_back(group)
+
+
+def _roll_back(group: ChangingGroup) -> None:
+    before = group.current()
+    try:
+        changed = rollback(**group.where)
+    except WeightCacheError as error:
+        raise Broken("change", f"a rollback of {group.name} was refused: {error!r}") from error
+    if changed.away or changed.version == before:
+        raise Broken("change", f"a rollback of {group.name} from {before} has brought {changed}")
+
+
+class Push(Change):
+    """From a trainer: everything."""
+
+    weight = 8
+
+    def strike(self, world: World, site: Site) -> None:
+        changing(site).push(world.random.choice(PUSHED), partial=False)
+
+
+class PushHead(Change):
+    """From a trainer: one tensor, onto what is served."""
+
+    weight = 8
+
+    def strike(self, world: World, site: Site) -> None:
+        changing(site).push(world.random.choice(HEADS), partial=True)
+
+
+class PinAndDrop(Change):
+    """What is pinned outlasts two updates that would have it freed; unpinned or dropped it goes."""
+
+    weight = 4
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        pinned = group.current()
+        try:
+            pin(pinned, **group.where)
+            for _ in range(2):
+                group.push(world.random.choice(PUSHED), partial=False)
+            for rank in group.states():
+                if not any(pinned in (one.version, one.receipts_version) for one in rank.generations):
+                    raise Broken("kept", f"{pinned} was pinned, and is not held any more: {rank.generations}")
+            if world.random.random() < 0.5:
+                pin(pinned, pinned=False, **group.where)
+            elif group.current() != pinned:
+                drop(pinned, force=True, **group.where)
+        except WeightCacheError as error:
+            raise Broken("change", f"{group.name}: {error!r}") from error
+
+
+class TwoCoordinators(Change):
+    """At once. One change at a time: each of them does all of it, or says that it did nothing."""
+
+    weight = 6
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        before = group.current()
+        with ExitStack() as stack:
+            both = [stack.enter_context(group.change(kind, world.random)) for kind in world.random.choices(KINDS, k=2)]
+            ends = [_end_of(one) for one in both]
+        statuses = [status for status, _ in ends]
+        if not set(statuses) <= {commands.DONE_EXIT, commands.NOT_NOW_EXIT, commands.FAILED_EXIT}:
+            raise Broken("change", f"of two coordinators at once one ended so: {ends}")
+        if commands.DONE_EXIT not in statuses and group.current() != before:
+            raise Broken("change", f"both said that nothing has changed, and {group.current()} is served: {ends}")
+
+
+class KilledInChange(Change):
+    """A change of any kind, and at some step of it somebody is killed. ``victim`` does that, and returns when whoever
+    it was can be waited for.
+    """
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        marks = [one.records.mark() for one in group.sites]
+        kind, step = world.random.choice(KINDS), world.random.choice(_STEPS)
+        if kind == "rollback" and not group.can_roll_back():
+            kind = "update"
+        with group.change(kind, world.random) as process:
+            if step == AT_ONCE:
+                time.sleep(world.random.uniform(0, _AT_ONCE_MAX_S))
+            else:
+                rank = world.random.randrange(len(group.sites))
+                group.wait_change(rank, step, marks[rank])
+                time.sleep(world.random.choice((0.0, world.random.uniform(0, _JITTER_MAX_S))))
+            self.kill(world, site, process)
+            self.ended(_end_of(process))
+        group.resolve()
+
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+        raise NotImplementedError
+
+    def ended(self, end: tuple[int, str]) -> None:
+        """Whoever made the change has ended, with this status, saying this."""
+        status, _ = end
+        if status not in _ENDED:
+            raise Broken("change", f"whoever changed the weights ended so: {end}")
+
+
+class KillCoordinator(KilledInChange):
+    """Or the trainer, who is its own coordinator."""
+
+    weight = 12
+
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+        process.kill()
+
+    def ended(self, end: tuple[int, str]) -> None:
+        """However it ended: it was killed, or quicker."""
+
+
+class KillKeeperInChange(KilledInChange):
+    weight = 12
+
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+        mark = site.records.mark()
+        os.kill(site.keeper_pid(), signal.SIGKILL)
+        site.wait_ready(mark)
+
+
+class KillWorkerInChange(KilledInChange):
+    """As soon as there is one; the change may need none, or be over with it."""
+
+    weight = 8
+
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+        worker = site.worker_unless(lambda: process.poll() is not None)
+        if worker is not None:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
+class KillEngineInChange(KilledInChange):
+    """One that holds and changes over."""
+
+    weight = 6
+
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+        site.group.replace(site.group.one("hold"), world.random)
+
+
+def _end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, errors = process.communicate(timeout=2 * READY_S)
+    except subprocess.TimeoutExpired:
+        raise Broken("progress", f"a coordinator ({process.pid}) did not end within {2 * READY_S:g} s") from None
+    return process.returncode, f"{said} {errors}"
+
+
+CHANGES: tuple[type[Fault], ...] = (
+    Update,
+    RollBack,
+    Push,
+    PushHead,
+    PinAndDrop,
+    TwoCoordinators,
+    KillCoordinator,
+    KillKeeperInChange,
+    KillWorkerInChange,
+    KillEngineInChange,
+)
