@@ -129,6 +129,35 @@ class TwoCoordinators(Change):
             raise Broken("change", f"both said that nothing has changed, and {group.current()} is served: {ends}")
 
 
+class SlowRank(Change):
+    """Its worker is stopped until the other ranks wait for the decision, and have looked for it: they serve what they
+    served. Then it dies and nothing has changed anywhere, or it goes on and all change.
+    """
+
+    weight = 6
+
+    def strike(self, world: World, site: Site) -> None:
+        group = changing(site)
+        marks = {one.rank: one.records.mark() for one in group.sites if one is not site}
+        before = [state.current for state in group.states()]
+        number = world.random.choice((signal.SIGKILL, signal.SIGCONT))
+        with group.change("update", world.random) as process:
+            worker = site.worker_pid()
+            os.kill(worker, signal.SIGSTOP)
+            for rank, mark in marks.items():
+                group.wait_change(rank, "prepared", mark)
+                group.sites[rank].read_decision()
+            now = [state.current for state in group.states()]
+            os.kill(worker, number)
+            status, said = _end_of(process)
+        if now != before:
+            raise Broken("ranks", f"{site.label} was not prepared, and ranks serve {now} instead of {before}")
+        if number == signal.SIGKILL and (status == commands.DONE_EXIT):
+            raise Broken("change", f"a worker died, and the update ended with {status}: {said}")
+        if number == signal.SIGCONT and status != commands.DONE_EXIT:
+            raise Broken("change", f"a worker was slow, and the update ended with {status}: {said}")
+
+
 class KilledInChange(Change):
     """A change of any kind, and at some step of it somebody is killed. ``victim`` does that, and returns when whoever
     it was can be waited for.
@@ -218,6 +247,7 @@ CHANGES: tuple[type[Fault], ...] = (
     PushHead,
     PinAndDrop,
     TwoCoordinators,
+    SlowRank,
     KillCoordinator,
     KillKeeperInChange,
     KillWorkerInChange,

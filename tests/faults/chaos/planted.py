@@ -136,7 +136,7 @@ BUGS = {
     "segment_not_kept": Bug(segment_not_kept, "kept"),
     "generation_not_freed": Bug(generation_not_freed, "freed", "Update", PAIR),
     "memory_not_closed": Bug(memory_not_closed, "descriptors", "Update", PAIR),
-    "record_not_read": Bug(record_not_read, "ranks", "KillWorkerInChange", PAIR),
+    "record_not_read": Bug(record_not_read, "ranks", "SlowRank", PAIR),
 }
 
 

@@ -21,7 +21,7 @@ from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.records import Record, Records
 from tests.support.daemons import ask, connect
 from tests.support.unprivileged import ROOT
-from weightcached.protocol.control import Describe, RankState
+from weightcached.protocol.control import Describe, RankState, Resolve
 from weightcached.protocol.control_channel import ask_blocking
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import WeightCacheError
@@ -234,8 +234,16 @@ class Site:
 
     def state(self) -> RankState:
         """What it holds, as it says on the control plane, which is there some time after it serves."""
+        return self._ask(Describe())
+
+    def read_decision(self) -> None:
+        """Have it look for the decision about its change, and act upon it."""
+        if (change := self.state().change) is not None:
+            self._ask(Resolve(transaction=change.transaction))
+
+    def _ask(self, request: Describe | Resolve) -> RankState:
         try:
-            return ask_blocking(self.place, Describe(), RankState, deadline=Deadline.after(READY_S), patience_s=READY_S)
+            return ask_blocking(self.place, request, RankState, deadline=Deadline.after(READY_S), patience_s=READY_S)
         except WeightCacheError as error:
             raise Broken("control", f"{self.label} did not answer: {error!r}") from error
 
