@@ -19,7 +19,7 @@ from tests.support.unprivileged import ROOT
 def test_a_short_run_breaks_nothing() -> None:
     """As a command, with the digest cache on a small disk where that can be had; the long run is `make soak`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "12", "--seed", "5"],
+        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "10", "--seed", "5"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -98,6 +98,26 @@ class ChangingGroup(Group):
         held = [{one.receipts_version for one in state.generations} for state in states]
         return current is not None and bool(set.intersection(*held) - {current.receipts_version})
 
+    def holders(self, version: str) -> int:
+        """How many ranks hold it."""
+        return sum(
+            any(version in (one.version, one.receipts_version) for one in state.generations) for state in self.states()
+        )
+
+    def spare(self) -> str | None:
+        """A version that is held for rollback alone, on every rank."""
+        states = self.states()
+        for one in states[0].generations:
+            same = [
+                other
+                for state in states
+                for other in state.generations
+                if one.receipts_version == other.receipts_version
+            ]
+            if all(other.standing == "previous" and not other.leases for other in same):
+                return one.version
+        return None
+
     @contextmanager
     def coordinator(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """A `weightcached` command that changes the group, in a process of its own; killed at the end if it runs."""

@@ -23,6 +23,8 @@ class Figures:
     detached_seconds: list[float] = field(default_factory=list)
     noticed_seconds: list[float] = field(default_factory=list)
     """From a keeper being stopped (SIGSTOP) to an engine saying so."""
+    changes: int = 0
+    """That rank 0 has committed: updates, rollbacks, pushes."""
     swaps: int = 0
     barrier_seconds: list[float] = field(default_factory=list)
     not_swapped: Counter[str] = field(default_factory=Counter)

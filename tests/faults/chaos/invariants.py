@@ -74,6 +74,7 @@ def check(world: World, struck: Site | None, permits: frozenset[str], *, keeps_w
     for group in world.groups:
         if isinstance(group, ChangingGroup):
             _eventually(partial(_require_one_version, group))
+            world.figures.changes += group.sites[0].committed()
         _check_leases(world, group, held)
     _check_processes(world)
     _check_memory(world)

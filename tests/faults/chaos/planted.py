@@ -93,18 +93,6 @@ def generation_not_freed() -> None:
     generations.Generations.to_free = lambda self, leased: []  # type: ignore[method-assign]
 
 
-def memory_not_closed() -> None:
-    """A generation that is dropped is granted to nobody, and its descriptors stay open."""
-    free = Generation.free
-
-    async def leak_and_free(self: Generation) -> None:
-        for number in range(len(self.memory)):
-            os.dup(self.memory[number])
-        await free(self)
-
-    Generation.free = leak_and_free  # type: ignore[method-assign]
-
-
 def record_not_read() -> None:
     """A rank that is no leader serves what it has prepared, whatever rank 0's record says."""
     look = following.Following.look
@@ -135,7 +123,6 @@ BUGS = {
     "process_leaked": Bug(process_leaked, "processes"),
     "segment_not_kept": Bug(segment_not_kept, "kept"),
     "generation_not_freed": Bug(generation_not_freed, "freed", "Update", PAIR),
-    "memory_not_closed": Bug(memory_not_closed, "descriptors", "Update", PAIR),
     "record_not_read": Bug(record_not_read, "ranks", "SlowRank", PAIR),
 }
 

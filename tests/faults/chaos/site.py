@@ -79,6 +79,8 @@ class Site:
         """What it held then."""
         self.generation_nbytes = 0
         """Memory behind one generation."""
+        self.committed_to = 0
+        """The position in ``records`` up to which changes were counted."""
         self.own_mib: tuple[int, float] = (0, 0.0)
         """A keeper, and its own memory when it was first looked at."""
         self.listening_s = 0.0
@@ -119,6 +121,7 @@ class Site:
         )
         if self._supervisor.stderr is None:
             raise ValueError("a process that was started with pipes has them")
+        self.committed_to = 0
         self.records = Records(self._supervisor.stderr, who=f"daemon {self.label}")
 
     def wait_listening(self) -> None:
@@ -190,6 +193,12 @@ class Site:
         if keeper is None:
             return None
         return next((pid for pid in processes.children(keeper) if "loader.worker" in processes.command(pid)), None)
+
+    def committed(self) -> int:
+        """How many changes it has said it committed since it was last asked."""
+        fresh = self.records.since(self.committed_to)
+        self.committed_to += len(fresh)
+        return sum(one.get("message") == "change" and one.get("change") == "committed" for one in fresh)
 
     def wait_until(self, found: Callable[[], int | None], what: str) -> int:
         """Poll what no event tells: another process's children."""
