@@ -197,6 +197,8 @@ class GroupEngine:
             return
         try:
             published = self._leader.pending()
+            if published is None:
+                self._declined = None
             if published is None or published.generation == self._declined:
                 return
             if self._random.random() < _DECLINES:
