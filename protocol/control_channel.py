@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_REQUESTS
 from weightcached.protocol.control_sockets import (
     Socket,
+    end,
     endpoint,
     frame_max,
     has_message,
@@ -163,7 +164,7 @@ def _asking(
                 raise missing
             yield _Wait((), min(_PAUSE_S, max(0.0, until - time.monotonic())))
     finally:
-        context.destroy(linger=0)
+        end(context)
 
 
 def _no_time(place: Place) -> DaemonNotReady:

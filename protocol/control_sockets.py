@@ -1,9 +1,10 @@
 """What both ends of the control plane do to ZeroMQ sockets: limits, and waiting for several of them.
 
-Owns the options that every such socket has and the two ways of waiting (blocking, and on an event loop). ZeroMQ
-connects lazily, retries for ever in silence, and keeps what is unsent after a close: none of that is left on here. A
-ZeroMQ socket's descriptor becomes readable when something *may* have changed, and stays so until its events are read;
-that is hidden here too. Imported only by what speaks on this plane: the keeper does so after its data plane listens.
+Owns the options that every such socket has, their end, and the two ways of waiting (blocking, and on an event loop).
+ZeroMQ connects lazily, retries for ever in silence, and keeps what is unsent after a close: none of that is left on
+here. A ZeroMQ socket's descriptor becomes readable when something *may* have changed, and stays so until its events are
+read; that is hidden here too. Imported only by what speaks on this plane: the keeper does so after its data plane
+listens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +42,17 @@ def limit(socket: Socket, *, incoming_max: int, queued_max: int) -> None:
     socket.set(zmq.MAXMSGSIZE, incoming_max)
     socket.set(zmq.RCVHWM, queued_max)
     socket.set(zmq.SNDHWM, queued_max)
+
+
+def end(context: zmq.Context[Socket]) -> None:
+    """Close all sockets of ``context``, and end it. Signals wait until that is done: after one in the middle pyzmq
+    takes it for done, and two threads and five descriptors are left for good.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        context.destroy(linger=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def has_message(socket: Socket) -> bool:

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weightcached.protocol.control import CONTROL_EVENTS, EVENTS_TOPIC, ControlEvent
 from weightcached.protocol.control_channel import PATIENCE_S, look
-from weightcached.protocol.control_sockets import endpoint, frame_max, has_message, limit, readable
+from weightcached.protocol.control_sockets import end, endpoint, frame_max, has_message, limit, readable
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -160,7 +160,7 @@ class Listener:
     async def __aexit__(self, *_: object) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._context.destroy(linger=0)
+        end(self._context)
 
 
 async def follow(

@@ -8,6 +8,7 @@ from weightcached.daemon.claim import Claim
 from weightcached.daemon.control.command_socket import CommandSocket, Handler
 from weightcached.daemon.control.event_socket import EventSocket
 from weightcached.daemon.events import Events
+from weightcached.protocol.control_sockets import end
 
 ZmqError = zmq.ZMQError
 
@@ -24,7 +25,7 @@ class Sockets:
             # Last: where commands are taken, what they do can be listened to.
             self._commands = CommandSocket(self._context, claim=claim, path=place.control_path, handle=handle)
         except BaseException:
-            self._context.destroy(linger=0)
+            end(self._context)
             claim.unlink_beside()
             raise
         events.sink = self._listeners.tell
@@ -33,4 +34,4 @@ class Sockets:
         await self._commands.close()
         self._events.sink = None
         self._listeners.close()
-        self._context.destroy(linger=0)
+        end(self._context)

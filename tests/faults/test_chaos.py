@@ -19,7 +19,7 @@ from tests.support.unprivileged import ROOT
 def test_a_short_run_breaks_nothing() -> None:
     """As a command, with the digest cache on a small disk where that can be had; the long run is `make soak`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "12", "--seed", "5"],
+        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "10", "--seed", "5"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -31,37 +31,43 @@ def test_a_short_run_breaks_nothing() -> None:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within three kills of the keeper, and by the invariant that says what is wrong."""
+    """Within three times of one fault, and by the invariant that says what is wrong."""
     monkeypatch.setattr(invariants, "SETTLED_WITHIN_S", 3.0)
-    _, invariant = BUGS[bug]
-    plan = Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], keeper=keeper(bug), hostile=False)
+    planted = BUGS[bug]
+    only, groups = [planted.fault], [planted.group]
+    plan = Plan(seed=1, seconds=60, faults_max=3, only=only, groups=groups, keeper=keeper(bug), hostile=False)
     outcome = run(plan)
     assert outcome.broken is not None, render(outcome)
-    assert outcome.broken.invariant == invariant, render(outcome)
+    assert outcome.broken.invariant == planted.invariant, render(outcome)
 
 
 def test_without_a_bug_the_same_run_breaks_nothing() -> None:
-    outcome = run(Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], hostile=False))
+    outcome = run(Plan(seed=1, seconds=60, faults_max=3, only=["KillKeeper"], groups=["one"], hostile=False))
     assert outcome.broken is None, render(outcome)
     assert outcome.figures.faults["KillKeeper"] == 3
-    assert outcome.figures.attaches["daemon"] >= 4
+    assert outcome.figures.attaches["daemon"] >= 2
     assert set(outcome.figures.attaches) == {"daemon"}
 
 
 def test_a_seed_decides_what_strikes_where() -> None:
     def steps(seed: int, *, small_disk: bool = True) -> list[tuple[type[Fault], str]]:
-        return list(itertools.islice(Plan(seed=seed, seconds=1).steps(["one", "two"], small_disk=small_disk), 1000))
+        steps = Plan(seed=seed, seconds=1).steps(["one", "two"], ["pair 0", "pair 1"], small_disk=small_disk)
+        return list(itertools.islice(steps, 2000))
 
     assert steps(7) == steps(7)
     assert steps(7) != steps(8)
     assert {kind for kind, _ in steps(7)} == set(ALL_FAULTS)
-    assert {place for _, place in steps(7)} == {"one", "two"}
+    assert {place for kind, place in steps(7) if kind.at == "any"} == {"one", "two", "pair 0", "pair 1"}
+    assert {place for kind, place in steps(7) if kind.at == "changing"} == {"pair 0", "pair 1"}
     assert not any(kind.needs_small_disk for kind, _ in steps(7, small_disk=False))
 
 
 def test_a_run_that_is_told_to_stop_says_what_it_survived_and_leaves_nothing() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.chaos", "--seconds", "60", "--only", "PauseEngine", "--no-hostile"],
+        [
+            *(sys.executable, "-m", "tests.faults.chaos", "--seconds", "60"),
+            *("--only", "PauseEngine", "--group", "one", "--no-hostile"),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

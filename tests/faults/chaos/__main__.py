@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.faults.chaos.report import render
 from tests.faults.chaos.runner import ALL_FAULTS, Plan, run
-from tests.faults.chaos.world import DIGESTS_TMPFS
+from tests.faults.chaos.world import DIGESTS_TMPFS, GROUPS
 from weightcached.client.stopping import raising_stopped
 
 _MOUNT_POINT = Path("/mnt")
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
     parser.add_argument("--faults", type=int, help="at most so many")
     parser.add_argument("--only", action="append", default=[], choices=[kind.name() for kind in ALL_FAULTS])
+    parser.add_argument("--group", action="append", default=[], choices=GROUPS, help="only this; may be said again")
     parser.add_argument("--no-hostile", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="print no line for each fault")
     given = parser.parse_args()
@@ -37,6 +38,7 @@ def main() -> int:
         faults_max=given.faults,
         only=given.only,
         hostile=not given.no_hostile,
+        groups=given.group or GROUPS,
     )
     small_disk = "with" if DIGESTS_TMPFS in os.environ else "without (that needs root and mounts)"
     print(f"seed {plan.seed}, {small_disk} a disk that can be filled", flush=True)

@@ -18,8 +18,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xxhash import xxh3_128_hexdigest
 
@@ -30,6 +31,7 @@ from weightcached.protocol.processes import die_with_parent
 ATTACH_TIMEOUT_S = 40.0
 _SAMPLE_ROWS = 6
 _PAUSE_MAX_S = 0.12
+_BETWEEN_S = 0.02
 
 _speaking = threading.Lock()
 
@@ -126,16 +128,6 @@ class Engine:
             **self.compare(rows=command["rows"]),
         )
 
-    def fork(self) -> None:
-        """A child that outlives us and does nothing; its end of our pipes is not to be mistaken for us."""
-        pid = os.fork()
-        if pid == 0:
-            os.close(0)
-            os.close(1)
-            while True:
-                signal.pause()
-        say("forked", pid=pid)
-
     @property
     def generation(self) -> str | None:
         return None if self.weights is None else self.weights.generation
@@ -146,18 +138,45 @@ class Engine:
             self.weights = None
 
 
-def hold(engine: Engine, commands: Commands) -> None:
+class Attaching(Protocol):
+    """What both roles need of an engine."""
+
+    def attach(self) -> None: ...
+
+    def check(self, command: dict[str, Any], /) -> None: ...
+
+
+def hold(engine: Attaching, commands: Commands, *, between: Callable[[], None] | None = None) -> None:
+    """``between`` is called again and again, but not from a check until the engine is told to go on."""
     engine.attach()
-    while command := commands.next(None):
+    rests = False
+    while True:
+        command = commands.next(None if between is None or rests else _BETWEEN_S)
+        if command is None:
+            if between is not None:
+                between()
+            continue
+        rests = command["do"] in ("check", "attach") and (rests or command["do"] == "check")
         if command["do"] == "check":
             engine.check(command)
         elif command["do"] == "attach":
             engine.attach()
         elif command["do"] == "fork":
-            engine.fork()
+            fork()
 
 
-def loop(engine: Engine, commands: Commands) -> None:
+def fork() -> None:
+    """A child that outlives us and does nothing; its end of our pipes is not to be mistaken for us."""
+    pid = os.fork()
+    if pid == 0:
+        os.close(0)
+        os.close(1)
+        while True:
+            signal.pause()
+    say("forked", pid=pid)
+
+
+def loop(engine: Attaching, commands: Commands) -> None:
     pause_s = random.Random(os.getpid())
     while True:
         engine.attach()

@@ -1,4 +1,4 @@
-"""The harness's side of an engine process (`engine.py`): started, told what to do, listened to, killed.
+"""The harness's side of an engine process (`engine.py`, `group_engine.py`): started, told, listened to, killed.
 
 Owns the process. What its words mean for the contract is `invariants.py`'s.
 """
@@ -24,21 +24,22 @@ from tests.support.unprivileged import ROOT
 SETTLE_S = 30.0
 HEARTBEAT_S = 0.5
 Role = Literal["hold", "loop"]
+ROLES: tuple[Role, ...] = ("hold", "loop")
 
 _tokens = itertools.count(1)
 
 
 class Engine:
-    """A running engine, at work from its start; :meth:`check` brings a looping one to rest, :meth:`go` ends that."""
+    """A running engine, at work from its start; :meth:`check` brings it to rest, :meth:`go` ends that."""
 
     def __init__(
-        self, role: Role, arguments: Sequence[str], *, seed: int, environment: dict[str, str], log: Path
+        self, program: str, role: Role, arguments: Sequence[str], *, seed: int, environment: dict[str, str], log: Path
     ) -> None:
         self.role = role
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.faults.chaos.engine", "--role", role, "--seed", str(seed)),
+                    *(sys.executable, "-m", f"tests.faults.chaos.{program}", "--role", role, "--seed", str(seed)),
                     *("--heartbeat", str(HEARTBEAT_S), "--parent-pid", str(os.getpid()), *arguments),
                 ],
                 cwd=ROOT,
@@ -69,7 +70,7 @@ class Engine:
             raise Broken("engine", f"engine {self.role} {self.pid} died: {self.process.poll()}") from error
 
     def check(self, *, rows: str) -> Record:
-        """Have it settle, compare its bytes and say how it is. A looping engine then rests."""
+        """Have it settle, compare its bytes and say how it is. It then rests: it does not attach or change over."""
         token = next(_tokens)
         mark = self.records.mark()
         self.tell("check", token=token, rows=rows, within_s=SETTLE_S)
@@ -78,8 +79,7 @@ class Engine:
         )
 
     def go(self) -> None:
-        if self.role == "loop":
-            self.tell("go")
+        self.tell("go")
 
     def attach_again(self) -> Record:
         """A holding engine gives up what it has and attaches."""

@@ -14,7 +14,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tests.faults.chaos import processes
 from tests.faults.chaos.broken import Broken
@@ -23,10 +23,12 @@ from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
 from weightcached.daemon.custody import ATTEMPTS_MAX
 from weightcached.protocol.errors import (
+    CheckpointMismatch,
     DaemonAbsent,
     DaemonDraining,
     DaemonNotReady,
     DaemonUnreachable,
+    RanksDisagree,
 )
 from weightcached.protocol.messages import Status
 from weightcached.protocol.testing import frame
@@ -35,6 +37,8 @@ ABSENT = "absent"
 DISK = "disk"
 STOP_S = 20.0
 STOPPED = frozenset({ABSENT, DISK, DaemonAbsent.code, DaemonDraining.code, DaemonUnreachable.code})
+DISAGREE = frozenset({CheckpointMismatch.code, RanksDisagree.code})
+"""What an engine of a group may meet while ranks serve different versions, because one has lost its vault."""
 _NOTICED_SLACK_S = 2.0
 
 
@@ -46,6 +50,8 @@ class Fault(ABC):
     keeps_weights: ClassVar[bool] = True
     """Whether the same generation has to be served after it."""
     needs_small_disk: ClassVar[bool] = False
+    at: ClassVar[Literal["any", "single", "changing"]] = "any"
+    """Which places it strikes: those by themselves, those of a group that is changed, or both."""
 
     @classmethod
     def name(cls) -> str:
@@ -99,6 +105,7 @@ class KillKeeperUntilQuarantine(Fault):
 
     weight = 1
     keeps_weights = False
+    at = "single"
 
     def strike(self, world: World, site: Site) -> None:
         mark = site.records.mark()
@@ -121,7 +128,7 @@ class KillKeeperInsideAttach(Fault):
     def strike(self, world: World, site: Site) -> None:
         pid = site.keeper_pid()
         os.kill(pid, signal.SIGSTOP)
-        site.one("loop").wait_inside()
+        site.group.one("loop").wait_inside()
         mark = site.records.mark()
         os.kill(pid, signal.SIGKILL)
         site.wait_ready(mark)
@@ -133,7 +140,7 @@ class PauseKeeper(Fault):
     weight = 6
 
     def strike(self, world: World, site: Site) -> None:
-        pid, holder = site.keeper_pid(), site.one("hold")
+        pid, holder = site.keeper_pid(), site.group.one("hold")
         mark, began_s = holder.records.mark(), time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -183,14 +190,14 @@ class KillHoldingEngine(Fault):
     weight = 4
 
     def strike(self, world: World, site: Site) -> None:
-        site.replace(site.one("hold"), world.random)
+        site.group.replace(site.group.one("hold"), world.random)
 
 
 class KillLoopingEngine(Fault):
     weight = 4
 
     def strike(self, world: World, site: Site) -> None:
-        site.replace(site.one("loop"), world.random)
+        site.group.replace(site.group.one("loop"), world.random)
 
 
 class KillForkedEngine(Fault):
@@ -199,11 +206,11 @@ class KillForkedEngine(Fault):
     weight = 3
 
     def strike(self, world: World, site: Site) -> None:
-        engine = site.one("hold")
+        engine = site.group.one("hold")
         child = engine.fork()
         world.forked.add(child)
         try:
-            site.replace(engine, world.random)
+            site.group.replace(engine, world.random)
             site.wait_until(lambda: self._lease_ended(site, engine.pid), "the lease of a dead engine has ended")
         finally:
             os.kill(child, signal.SIGKILL)
@@ -217,7 +224,7 @@ class PauseEngine(Fault):
     weight = 3
 
     def strike(self, world: World, site: Site) -> None:
-        world.random.choice(site.engines).pause(world.random.uniform(0.1, 1.0))
+        world.random.choice(site.group.engines).pause(world.random.uniform(0.1, 1.0))
 
 
 class LimitDescriptors(Fault):
@@ -258,7 +265,7 @@ class StopSupervisor(Fault):
     """SIGTERM, to the supervisor or to the keeper itself: a clean stop, and everything gone; then a new one."""
 
     weight = 2
-    permits = STOPPED
+    permits = STOPPED | DISAGREE
     keeps_weights = False
 
     def strike(self, world: World, site: Site) -> None:
@@ -269,6 +276,7 @@ class StopSupervisor(Fault):
         require_clean_exit(site)
         site.start()
         site.wait_ready(0)
+        site.group.align()
 
 
 class KillSupervisor(Fault):
@@ -277,19 +285,21 @@ class KillSupervisor(Fault):
     """
 
     weight = 2
-    permits = frozenset({DaemonUnreachable.code})
+    permits = frozenset({DaemonUnreachable.code}) | DISAGREE
     keeps_weights = False
 
     def strike(self, world: World, site: Site) -> None:
         site.kill_supervisor()
         site.start()
         site.wait_ready(0)
+        site.group.align()
 
 
 class ReleasePlace(Fault):
     """`weightcached release`, and a new start."""
 
     weight = 1
+    at = "single"
     permits = STOPPED
     keeps_weights = False
 

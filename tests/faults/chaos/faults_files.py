@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.faults import Fault, kill_keeper
 from tests.faults.chaos.faults_loading import UNREADABLE
+from tests.faults.chaos.group import checkpoint_of
 from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
 from weightcached.protocol.errors import CheckpointChanged, CheckpointMismatch, CheckpointUnproven
@@ -18,29 +19,31 @@ _PIECE = bytes(4096)
 class CheckpointVanishes(Fault):
     """And, often, the keeper dies meanwhile: what is resident is served all the same."""
 
+    at = "single"
     weight = 4
     permits = UNREADABLE
 
     def strike(self, world: World, site: Site) -> None:
-        site.checkpoint.vanish()
+        checkpoint_of(site).vanish()
         try:
-            looping = site.one("loop")
+            looping = site.group.one("loop")
             mark = looping.records.mark()
             if world.random.random() < 0.7:
                 kill_keeper(world, site)
             looping.wait_attached(mark)
         finally:
-            site.checkpoint.come_back()
+            checkpoint_of(site).come_back()
 
 
 class CheckpointStampedAnew(Fault):
     """touch or chmod: receipts prove nothing any more, digests do."""
 
+    at = "single"
     weight = 6
     permits = frozenset({CheckpointChanged.code})  # an engine that was reading it
 
     def strike(self, world: World, site: Site) -> None:
-        site.checkpoint.restamp(world.random)
+        checkpoint_of(site).restamp(world.random)
         if world.random.random() < 0.5:
             kill_keeper(world, site)
 
@@ -48,13 +51,14 @@ class CheckpointStampedAnew(Fault):
 class CheckpointReplaced(Fault):
     """Other weights of the same shapes: no engine that asks for these is given the resident ones."""
 
+    at = "single"
     weight = 3
     permits = UNREADABLE | {CheckpointMismatch.code, CheckpointUnproven.code}
 
     def strike(self, world: World, site: Site) -> None:
-        looping = site.one("loop")
+        looping = site.group.one("loop")
         looping.check(rows="some")
-        site.checkpoint.swap()
+        checkpoint_of(site).swap()
         try:
             mark = looping.records.mark()
             looping.go()
@@ -65,13 +69,14 @@ class CheckpointReplaced(Fault):
                 kill_keeper(world, site)
             looping.check(rows="some")
         finally:
-            site.checkpoint.swap()
+            checkpoint_of(site).swap()
         looping.go()
 
 
 class DigestCacheFull(Fault):
     """Digests cannot be remembered; they are computed, and everything goes on."""
 
+    at = "single"
     weight = 4
     permits = frozenset({CheckpointChanged.code})
     needs_small_disk = True
@@ -80,10 +85,10 @@ class DigestCacheFull(Fault):
         filler = Path(site.folders.digests / "filler")
         try:
             _fill(filler)
-            site.checkpoint.restamp(world.random)
+            checkpoint_of(site).restamp(world.random)
             if world.random.random() < 0.6:
                 kill_keeper(world, site)
-            looping = site.one("loop")
+            looping = site.group.one("loop")
             looping.wait_attached(looping.records.mark())
         finally:
             filler.unlink(missing_ok=True)

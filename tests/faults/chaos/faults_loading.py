@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.faults import STOPPED, Fault, require_clean_exit
+from tests.faults.chaos.group import checkpoint_of
 from tests.faults.chaos.site import Site
 from tests.faults.chaos.world import World
 from weightcached.protocol.errors import CheckpointError, DaemonFailed, InvalidOption, WeightCacheError
@@ -42,6 +43,7 @@ def start_again(world: World, site: Site) -> None:
 class KillWorker(Fault):
     """The keeper reports it and tries again; whoever waits goes on waiting."""
 
+    at = "single"
     weight = 2
     permits = STOPPED
     keeps_weights = False
@@ -58,6 +60,7 @@ class KillWorker(Fault):
 class WorkerOutOfMemory(Fault):
     """Its address space is limited from its first moment."""
 
+    at = "single"
     weight = 1
     permits = STOPPED
     keeps_weights = False
@@ -72,6 +75,7 @@ class WorkerOutOfMemory(Fault):
 class KillKeeperWhileLoading(Fault):
     """Its worker goes with it, nothing half-filled is kept, and the next keeper loads."""
 
+    at = "single"
     weight = 2
     permits = STOPPED
     keeps_weights = False
@@ -89,12 +93,13 @@ class KillKeeperWhileLoading(Fault):
 class LoadFails(Fault):
     """The checkpoint is not there at the start: ``failed``, said to whoever asks; a restart loads."""
 
+    at = "single"
     weight = 1
     permits = STOPPED | UNREADABLE | {DaemonFailed.code}
     keeps_weights = False
 
     def strike(self, world: World, site: Site) -> None:
-        site.checkpoint.vanish()
+        checkpoint_of(site).vanish()
         try:
             start_again(world, site)
             site.wait_state("failed", 0)
@@ -102,7 +107,7 @@ class LoadFails(Fault):
             if report.last_error is None or report.generation is not None:
                 raise Broken("failed", f"{site.name} failed to load and reports {report}")
         finally:
-            site.checkpoint.come_back()
+            checkpoint_of(site).come_back()
         site.supervisor.send_signal(signal.SIGTERM)
         require_clean_exit(site)
         site.start()

@@ -23,6 +23,14 @@ class Figures:
     detached_seconds: list[float] = field(default_factory=list)
     noticed_seconds: list[float] = field(default_factory=list)
     """From a keeper being stopped (SIGSTOP) to an engine saying so."""
+    changes: int = 0
+    """That rank 0 has committed: updates, rollbacks, pushes."""
+    swaps: int = 0
+    barrier_seconds: list[float] = field(default_factory=list)
+    not_swapped: Counter[str] = field(default_factory=Counter)
+    """Attempts of engines to change over, by why they stayed with what they had."""
+    steps: int = 0
+    """That engines of groups computed, each looking at every rank."""
     checks: Counter[str] = field(default_factory=Counter)
     keeper_mib_max: float = 0.0
     supervisor_mib_max: float = 0.0

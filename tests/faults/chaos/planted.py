@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from weightcached.daemon import cli, custody, server, vault, worker_process
+from tests.faults.chaos.world import PAIR
+from weightcached.daemon import cli, custody, following, generations, server, vault, worker_process
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.generation import Generation
 from weightcached.protocol.fds import OwnedFds
@@ -86,15 +88,43 @@ def segment_not_kept() -> None:
     vault.NotifyVault.keep = keep_less  # type: ignore[method-assign]
 
 
-BUGS: dict[str, tuple[Callable[[], None], str]] = {
-    "path_absent": (path_absent, "path"),
-    "byte_flipped": (byte_flipped, "bytes"),
-    "published_half": (published_half, "bytes"),
-    "descriptor_leaked": (descriptor_leaked, "descriptors"),
-    "process_leaked": (process_leaked, "processes"),
-    "segment_not_kept": (segment_not_kept, "kept"),
+def generation_not_freed() -> None:
+    """Whatever is not needed any more is held all the same."""
+    generations.Generations.to_free = lambda self, leased: []  # type: ignore[method-assign]
+
+
+def record_not_read() -> None:
+    """A rank that is no leader serves what it has prepared, whatever rank 0's record says."""
+    look = following.Following.look
+
+    async def decide_and_look(self: following.Following) -> None:
+        if (prepared := self._changing.prepared) is not None:
+            self._changing.commit(prepared.transaction, None)
+        await look(self)
+
+    following.Following.look = decide_and_look  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Bug:
+    plant: Callable[[], None]
+    invariant: str
+    """That has to report it."""
+    fault: str = "KillKeeper"
+    """Which finds it, within three times."""
+    group: str = "one"
+
+
+BUGS = {
+    "path_absent": Bug(path_absent, "path"),
+    "byte_flipped": Bug(byte_flipped, "bytes"),
+    "published_half": Bug(published_half, "bytes"),
+    "descriptor_leaked": Bug(descriptor_leaked, "descriptors"),
+    "process_leaked": Bug(process_leaked, "processes"),
+    "segment_not_kept": Bug(segment_not_kept, "kept"),
+    "generation_not_freed": Bug(generation_not_freed, "freed", "Update", PAIR),
+    "record_not_read": Bug(record_not_read, "ranks", "SlowRank", PAIR),
 }
-"""Name → what plants it, and the invariant that has to report it."""
 
 
 def keeper(bug: str) -> tuple[str, ...]:
@@ -103,6 +133,5 @@ def keeper(bug: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    plant, _ = BUGS[sys.argv[1]]
-    plant()
+    BUGS[sys.argv[1]].plant()
     sys.exit(cli.main(sys.argv[2:]))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+WEIGHTS = "memfd of weights"
 MARK = "WEIGHTCACHED_CHAOS_RUN"
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -69,11 +70,17 @@ def descriptors(pid: int) -> Counter[str]:
 
 def _kind(link: str) -> str:
     if _WEIGHTS.match(link):
-        return "memfd of weights"
+        return WEIGHTS
     for prefix in ("socket", "pipe"):
         if link.startswith(prefix + ":"):
             return prefix
     return link.removesuffix(" (deleted)")
+
+
+def connected_at(path: Path) -> int:
+    """How many connections were accepted at a socket that was bound as ``path``."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(words[5] == "03" and words[-1] == str(path) for line in lines if (words := line.split()))
 
 
 def threads(pid: int) -> Counter[str]:
@@ -92,15 +99,16 @@ def generations_held(pid: int) -> set[str]:
     return held
 
 
-def memfd_nbytes(pids: Iterable[int]) -> int:
-    """Memory behind all memfds of which these processes hold a descriptor, each counted once."""
+def memfd_nbytes(pids: Iterable[int], *, of_weights: bool = False) -> int:
+    """Memory behind all memfds (those ``of_weights``) that these processes hold a descriptor of, each counted once."""
     found = {}
     for pid in pids:
         with suppress(*_GONE):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
                 with suppress(*_GONE):
-                    if os.readlink(path).startswith("/memfd:"):
+                    link = os.readlink(path)
+                    if _WEIGHTS.match(link) or (not of_weights and link.startswith("/memfd:")):
                         status = os.stat(path)
                         found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values())

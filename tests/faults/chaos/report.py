@@ -32,6 +32,10 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield from _times("adoption (keeper's start to ready)", list(figures.adoption_seconds.values()))
     yield from _times("lease detached", figures.detached_seconds)
     yield from _times("stopped keeper noticed", figures.noticed_seconds)
+    yield f"changes committed: {figures.changes}; hot swaps of all ranks by engines: {figures.swaps}"
+    yield from _times("hot swap of all ranks (barrier)", figures.barrier_seconds)
+    yield f"engines' attempts to change over that left them with what they had: {_words(figures.not_swapped.items())}"
+    yield f"steps of engines that looked at every rank: {figures.steps}"
     yield f"lease events: {_words(figures.lease_events.items())}"
     yield f"generations seen: {len(figures.generations)}; parameters re-hashed by engines: {figures.rows_compared}"
     keeper_mib, supervisor_mib = figures.keeper_mib_max, figures.supervisor_mib_max

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from tests.faults.chaos import invariants
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.faults import PROCESS_FAULTS, Fault, require_clean_exit
+from tests.faults.chaos.faults_changes import CHANGES
 from tests.faults.chaos.faults_files import FILE_FAULTS
 from tests.faults.chaos.faults_loading import LOADING_FAULTS
 from tests.faults.chaos.figures import Figures
-from tests.faults.chaos.world import World
+from tests.faults.chaos.world import GROUPS, World
 from weightcached.client.stopping import Stopped
 
-ALL_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *LOADING_FAULTS, *FILE_FAULTS)
+ALL_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *LOADING_FAULTS, *FILE_FAULTS, *CHANGES)
 _ALL_ROWS_EVERY = 10
 _LOG_RECORDS = 60
 _EVERYDAY = ("granted", "lease ended", "refused")
@@ -52,21 +53,30 @@ class Plan:
     """The supervised command up to its options."""
     hostile: bool = True
 
-    def steps(self, places: Sequence[str], *, small_disk: bool) -> Iterator[tuple[type[Fault], str]]:
-        """What strikes, and where, without end: the seed decides, whatever happens."""
+    groups: Sequence[str] = GROUPS
+    """Which of the world's are there."""
+
+    def steps(
+        self, single: Sequence[str], changing: Sequence[str], *, small_disk: bool
+    ) -> Iterator[tuple[type[Fault], str]]:
+        """What strikes, and at which place of those by themselves or of groups that are changed, without end: the seed
+        decides, whatever happens.
+        """
+        places = {"single": list(single), "changing": list(changing), "any": [*single, *changing]}
         known = {kind.name(): kind for kind in ALL_FAULTS}
         chosen = [known[name] for name in self.only] if self.only else list(ALL_FAULTS)
-        kinds = [kind for kind in chosen if small_disk or not kind.needs_small_disk]
+        kinds = [kind for kind in chosen if places[kind.at] and (small_disk or not kind.needs_small_disk)]
         weights = [kind.weight for kind in kinds]
         chance = random.Random(self.seed)
         while True:
-            yield chance.choices(kinds, weights)[0], chance.choice(places)
+            kind = chance.choices(kinds, weights)[0]
+            yield kind, chance.choice(places[kind.at])
 
 
 def run(plan: Plan, *, say: bool = False) -> Outcome:
     """Run it to the end, or to the first invariant that does not hold."""
     began_s = time.monotonic()
-    world = World(random.Random(plan.seed), keeper=plan.keeper, hostile=plan.hostile)
+    world = World(random.Random(plan.seed), keeper=plan.keeper, hostile=plan.hostile, groups=plan.groups)
     outcome = Outcome(plan.seed, 0.0, world.figures)
     with world:
         try:
@@ -82,15 +92,17 @@ def run(plan: Plan, *, say: bool = False) -> Outcome:
 
 def _run(plan: Plan, world: World, history: list[str], until_s: float, *, say: bool) -> None:
     world.start()
-    sites = {site.name: site for site in world.sites}
+    sites = {site.label: site for site in world.sites}
+    single = [site.label for site in world.sites if not site.group.changes]
+    changing = [site.label for site in world.sites if site.group.changes]
     invariants.take_levels(world)
     world.populate()
     invariants.check(world, None, frozenset(), keeps_weights=True, all_rows=True)
-    for kind, place in plan.steps(list(sites), small_disk=world.digests_tmpfs is not None):
+    for kind, place in plan.steps(single, changing, small_disk=world.digests_tmpfs is not None):
         if time.monotonic() >= until_s or len(history) == plan.faults_max:
             break
         site = sites[place]
-        history.append(f"{kind.name()} at {site.name}")
+        history.append(f"{kind.name()} at {site.label}")
         struck_s = time.monotonic()
         kind().strike(world, site)
         recovered_s = time.monotonic()
@@ -126,9 +138,10 @@ def _logs(world: World) -> str:
     lines = []
     for site in world.sites:
         records = [one for one in site.records.since(0) if one.get("message") not in _EVERYDAY]
-        lines += [f"--- daemon {site.name}", *map(str, records[-_LOG_RECORDS:])]
-        for engine in site.engines:
-            lines.append(f"--- engine {engine.role} {engine.pid} at {site.name}")
+        lines += [f"--- daemon {site.label}", *map(str, records[-_LOG_RECORDS:])]
+    for group in world.groups:
+        for engine in group.engines:
+            lines.append(f"--- engine {engine.role} {engine.pid} at {group.name}")
             lines += map(str, engine.records.since(0)[-_LOG_RECORDS // 4 :])
     for log in sorted(world.folders.logs.iterdir()):
         lines += [f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-_LOG_RECORDS:]]

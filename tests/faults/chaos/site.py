@@ -1,4 +1,4 @@
-"""One place of a run: its supervisor and keeper, the checkpoint, and the engines that use it.
+"""One place of a run: its supervisor and keeper.
 
 Owns these processes and the order of bringing them up. Faults act through it; nothing here judges.
 """
@@ -6,7 +6,6 @@ Owns these processes and the order of bringing them up. Faults act through it; n
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,18 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.faults.chaos import processes
 from tests.faults.chaos.broken import Broken
-from tests.faults.chaos.checkpoint import Checkpoint
-from tests.faults.chaos.engines import Engine, Role
 from tests.faults.chaos.records import Record, Records
 from tests.support.daemons import ask, connect
 from tests.support.unprivileged import ROOT
+from weightcached.protocol.control import Describe, RankState, Resolve
+from weightcached.protocol.control_channel import ask_blocking
+from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import Report, Status
 from weightcached.protocol.places import Place, host_device
+
+if TYPE_CHECKING:
+    from tests.faults.chaos.group import Group
 
 READY_S = 60.0
 """Within which a place has to serve again, whatever happened to it: generous, the machine is busy."""
@@ -49,22 +53,43 @@ class Folders:
 class Site:
     """Made once; its supervisor may be started many times."""
 
+    group: Group
+    """Set by the group that it becomes part of."""
+
     def __init__(
-        self, name: str, checkpoint: Checkpoint, folders: Folders, *, keeper: Sequence[str], environment: dict[str, str]
+        self,
+        name: str,
+        model: Path,
+        folders: Folders,
+        *,
+        keeper: Sequence[str],
+        environment: dict[str, str],
+        rank: int = 0,
+        size: int = 1,
+        options: Sequence[str] = (),
     ) -> None:
         self.name = name
-        self.checkpoint = checkpoint
+        self.rank = rank
+        self.label = name if size == 1 else f"{name} {rank}"
         self.folders = folders
-        self.place = Place(folders.run, name, host_device(tp_size=1, tp_rank=0))
-        self.engines: list[Engine] = []
+        self.place = Place(folders.run, name, host_device(tp_size=size, tp_rank=rank))
         self.generation: str | None = None
         """What it served when it was last looked at."""
+        self.held: frozenset[str] = frozenset()
+        """What it held then."""
+        self.generation_nbytes = 0
+        """Memory behind one generation."""
+        self.committed_to = 0
+        """The position in ``records`` up to which changes were counted."""
+        self.own_mib: tuple[int, float] = (0, 0.0)
+        """A keeper, and its own memory when it was first looked at."""
         self.listening_s = 0.0
         """When the latest supervisor's first keeper was seen to listen: from then on nobody may find the place absent
         or deserted, as long as that supervisor lives."""
         self.levels: dict[str, Counter[str]] = {}
         """Descriptors of keeper and supervisor when nothing was going on."""
         self._keeper = tuple(keeper)
+        self._options = [*("--model", str(model), "--tp-size", str(size), "--tp-rank", str(rank)), *options]
         self._environment = environment
         self._supervisor: subprocess.Popen[str] | None = None
         self.records: Records
@@ -73,12 +98,17 @@ class Site:
 
     def start(self) -> None:
         """Start a supervisor; returns when its keeper listens, which is before it has weights."""
+        self.launch()
+        self.wait_listening()
+
+    def launch(self) -> None:
+        """Start a supervisor, and return at once."""
         self._supervisor = subprocess.Popen(
             [
                 *(sys.executable, "-m", "weightcached.daemon", "supervise", "--log-format", "json"),
                 *("--backoff-max", "0.2", "--watchdog", str(WATCHDOG_S), "--parent-pid", str(os.getpid())),
                 *("--", *self._keeper),
-                *("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run)),
+                *(*self._options, "--runtime-dir", str(self.folders.run)),
                 *("--name", self.name, "--cache-dir", str(self.folders.digests), "--log-format", "json"),
                 *("--exchange-timeout", str(EXCHANGE_TIMEOUT_S), "--drain-timeout", "2"),
             ],
@@ -91,7 +121,10 @@ class Site:
         )
         if self._supervisor.stderr is None:
             raise ValueError("a process that was started with pipes has them")
-        self.records = Records(self._supervisor.stderr, who=f"daemon {self.name}")
+        self.committed_to = 0
+        self.records = Records(self._supervisor.stderr, who=f"daemon {self.label}")
+
+    def wait_listening(self) -> None:
         self.records.wait(
             lambda record: record.get("message") == "listening", what="it to listen", mark=0, timeout_s=READY_S
         )
@@ -108,7 +141,7 @@ class Site:
         try:
             status = self.supervisor.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise Broken("progress", f"supervisor of {self.name} did not end within {timeout_s:g} s") from None
+            raise Broken("progress", f"supervisor of {self.label} did not end within {timeout_s:g} s") from None
         self.records.join()
         return status
 
@@ -151,18 +184,28 @@ class Site:
     def worker_pid(self) -> int:
         return self.wait_until(self._worker_now, "a worker runs")
 
+    def worker_unless(self, over: Callable[[], bool]) -> int | None:
+        """A worker, once there is one; ``None`` where it is ``over`` before."""
+        return self.wait_until(lambda: self._worker_now() or (0 if over() else None), "a worker runs") or None
+
     def _worker_now(self) -> int | None:
         keeper = self._keeper_now()
         if keeper is None:
             return None
         return next((pid for pid in processes.children(keeper) if "loader.worker" in processes.command(pid)), None)
 
+    def committed(self) -> int:
+        """How many changes it has said it committed since it was last asked."""
+        fresh = self.records.since(self.committed_to)
+        self.committed_to += len(fresh)
+        return sum(one.get("message") == "change" and one.get("change") == "committed" for one in fresh)
+
     def wait_until(self, found: Callable[[], int | None], what: str) -> int:
         """Poll what no event tells: another process's children."""
         deadline_s = time.monotonic() + READY_S
         while (value := found()) is None:
             if time.monotonic() > deadline_s:
-                raise Broken("progress", f"{self.name}: waited {READY_S:g} s until {what}")
+                raise Broken("progress", f"{self.label}: waited {READY_S:g} s until {what}")
             time.sleep(_PAUSE_S)
         return value
 
@@ -191,47 +234,30 @@ class Site:
             try:
                 answer = ask(channel, Status(), timeout_s=READY_S)
                 if not isinstance(answer, Report):
-                    raise Broken("status", f"{self.name} answered {answer!r}")
+                    raise Broken("status", f"{self.label} answered {answer!r}")
                 return answer, processes.descriptors(answer.pid)
             finally:
                 channel.close()
         except (OSError, PeerClosed, TimeoutError, WeightCacheError) as error:
-            raise Broken("status", f"{self.name} did not answer: {error!r}") from error
+            raise Broken("status", f"{self.label} did not answer: {error!r}") from error
 
-    # Engines
+    def state(self) -> RankState:
+        """What it holds, as it says on the control plane, which is there some time after it serves."""
+        return self._ask(Describe())
 
-    def add_engine(self, role: Role, random: random.Random) -> Engine:
-        arguments = [
-            *("--model", str(self.checkpoint.directory), "--runtime-dir", str(self.folders.run)),
-            *("--name", self.name, "--cache-dir", str(self.folders.digests)),
-            *("--truth", str(self.checkpoint.truth)),
-        ]
-        engine = Engine(
-            role,
-            arguments,
-            seed=random.randrange(1 << 30),
-            environment=self._environment,
-            log=self.folders.logs / f"{self.name}-{role}.log",
-        )
-        self.engines.append(engine)
-        return engine
+    def read_decision(self) -> None:
+        """Have it look for the decision about its change, and act upon it."""
+        if (change := self.state().change) is not None:
+            self._ask(Resolve(transaction=change.transaction))
 
-    def replace(self, engine: Engine, random: random.Random) -> Engine:
-        """Kill an engine and start another in its stead; returns when that one has attached."""
-        engine.kill()
-        self.engines.remove(engine)
-        fresh = self.add_engine(engine.role, random)
-        fresh.wait_attached(0)
-        return fresh
-
-    def one(self, role: Role) -> Engine:
-        return next(engine for engine in self.engines if engine.role == role)
+    def _ask(self, request: Describe | Resolve) -> RankState:
+        try:
+            return ask_blocking(self.place, request, RankState, deadline=Deadline.after(READY_S), patience_s=READY_S)
+        except WeightCacheError as error:
+            raise Broken("control", f"{self.label} did not answer: {error!r}") from error
 
     def end(self) -> None:
-        """End everything, by force where it must be."""
-        for engine in self.engines:
-            engine.kill()
-        self.engines.clear()
+        """By force where it must be."""
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._supervisor.send_signal(signal.SIGCONT)
             self._supervisor.kill()
