@@ -144,6 +144,11 @@ class Generation:
     def evidence(self) -> Evidence:
         return Evidence(self.digest, self.receipts, self.provenance.path)
 
+    def is_of(self, origin: Origin, receipts: CheckpointReceipts) -> bool:
+        """Whether files that lie there with these receipts are seen to be those that it came from."""
+        trusted = self.receipts.trusted and receipts.trusted
+        return trusted and self.origin == origin and self.receipts.sha256 == receipts.sha256
+
     def with_digest(self, digest: str) -> Generation:
         """The same memory, its content digest now known."""
         return dataclasses.replace(self, digest=digest)

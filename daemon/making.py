@@ -41,14 +41,14 @@ class Making:
         self._freeing = freeing
         self._finding = finding
 
-    async def loaded(self, source: FromCheckpoint, config: CacheConfig) -> Generation:
-        """Loaded beside what is served, in a worker. ``config`` is of what is served, and compared before anything is
-        read.
+    async def loaded(self, source: FromCheckpoint, served: Generation) -> Generation:
+        """Loaded beside what is ``served``, in a worker; configs are compared before anything is read. Raises
+        ServedAlready where it came from these very files.
         """
         self._record.progress.update("resolve")
         request = await self._finding.request(Origin.of(source.model_dir, hub_id=source.hub_id))
         require_same_config(
-            config,
+            served.config,
             request.config,
             message="the weights that are served cannot be changed for these: they are of another configuration",
             next_step="serve these under another --name, or restart the daemons with them",
@@ -56,7 +56,8 @@ class Making:
         started_s = time.monotonic()
         try:
             made = await load(
-                dataclasses.replace(request, yields=True, make_room=self._freeing.make_room), self._record.progress
+                dataclasses.replace(request, yields=True, make_room=self._freeing.make_room, served=served),
+                self._record.progress,
             )
         except TransientFailure as failure:
             raise failure.cause from failure
