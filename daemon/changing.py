@@ -198,7 +198,6 @@ class Changing:
             else:
                 waiting = await self._entrusted(asked, made, served.config)
         self._record.generations.prepared = waiting.generation
-        self._record.last_error = None
         self._ended("prepared", generation=waiting.generation)
 
     def _of_version(self, version: str) -> Generation:
@@ -239,7 +238,6 @@ class Changing:
 
     def _fail(self, error: WeightCacheError) -> None:
         log.error("the change failed", extra={"code": error.code, "reason": str(error)})
-        self._record.last_error = error
         self._ended("failed", error=error)
 
     def _ended(self, state: str, *, generation: str | None = None, error: WeightCacheError | None = None) -> None:
@@ -289,6 +287,7 @@ class Changing:
         generations = self._record.generations
         generations.prepared = None
         generations.keep = self._record.options.keep_generations if waiting.keep is None else waiting.keep
+        self._record.last_error = None  # it was about what was served until now
         self._publishing.switch(waiting.generation)
         self._ended("committed", generation=waiting.generation)
         self._freeing.wake()

@@ -96,8 +96,9 @@ class Custody:
 
     @property
     def record_lost(self) -> bool:
-        """Whether the state has not come back: nothing says what the generations that did were to each other."""
-        return self.record.starts == 1
+        """Whether the state has not come back, for us or for a keeper before us that has served nothing: nothing says
+        what the generations that did were to each other."""
+        return self.record.after_loss
 
     @property
     def outlives_stop(self) -> bool:
@@ -125,6 +126,7 @@ class Custody:
             attempts += 1
         self.change(
             vault_id=record.vault_id or secrets.token_hex(16),
+            after_loss=record.after_loss or (record.vault_id is None and bool(came)),
             starts=record.starts + 1,
             adoption_attempts=attempts,
             examining=examining,
@@ -189,7 +191,7 @@ class Custody:
             await self.retire()  # there may be room for one only, and this one replaces the others
             keeping = await self.store(generation)
         if keeping.state not in ("dropped", "none"):
-            self.change(current=generation.id)
+            self.change(current=generation.id, after_loss=False)
 
     async def store(self, generation: Generation, *, staged: bool = False) -> Keeping:
         """Record a generation and put it into the vault, whole or not at all; says how it is kept.
@@ -230,7 +232,8 @@ class Custody:
         others = tuple(recorded if one.id == generation.id else one for one in record.generations)
         generations = others if known is not None else (*others, recorded)
         if current:
-            self.change(generations=generations, current=generation.id, adoptions=record.adoptions + 1)
+            adoptions = record.adoptions + 1
+            self.change(generations=generations, current=generation.id, adoptions=adoptions, after_loss=False)
         else:
             self.change(generations=generations)
 

@@ -314,6 +314,7 @@ class Report(Message):
     place: ShortText
     socket_path: ShortText
     model: ShortText
+    """Where what is served came from: a directory, a hub id, or who pushed it; before that, what is to be loaded."""
     layout: ShortText
     tp_rank: Count
     tp_size: Count
