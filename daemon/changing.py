@@ -25,6 +25,7 @@ from weightcached.daemon.making import Make, Making
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import unexpected
 from weightcached.daemon.state_record import PreparedRecord
 from weightcached.daemon.states import SERVING, State
 from weightcached.protocol.config import CacheConfig
@@ -168,13 +169,7 @@ class Changing:
             self._fail(error)
         except Exception as error:
             log.exception("a change met an error of ours")
-            self._fail(
-                InternalError(
-                    "the change met an error that the daemon did not expect",
-                    found=f"{type(error).__name__}: {error}",
-                    next_step="see the daemon's log for the traceback, and report it",
-                )
-            )
+            self._fail(unexpected(error))
         finally:
             self._settle()
 

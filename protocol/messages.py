@@ -382,7 +382,7 @@ class Report(Message):
     adoption_refusals: dict[str, Count] = {}
     """What came back from the vault and was not adopted by this keeper, by the code of the reason."""
     adoption_attempts: Count = 0
-    """Begun since the last one that ended; too many, and what came back is quarantined."""
+    """Begun since the last one that ended; too many, and the generation that was looked at is quarantined."""
     unexplained_nbytes: Count = 0
     """Of weights that are held, and neither served nor leased."""
     attach_durations: Durations | None = None

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -39,6 +40,7 @@ from weightcached.protocol.errors import InternalError, PlaceTaken, ProtocolErro
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.places import Place
+from weightcached.protocol.testing import frame_lies
 from weightcached.protocol.transaction import Outcome
 
 FIRST = ReadDecision(transaction="1" * 32)
@@ -326,18 +328,26 @@ def test_what_is_no_command_ends_its_connection_alone(claim: Claim, on_loop, par
 
 @pytest.mark.parametrize("frame", [b"", b"HTTP/1.1", FRAME[:-1], FRAME + b"x", b"\0" * 64, bytes(60_000)])
 def test_a_broken_frame_is_refused_and_the_connection_goes_on(claim: Claim, on_loop, frame: bytes) -> None:
-    async def look() -> None:
-        async with served(claim) as place:
-            with dealer(place) as one:
+    on_loop(refused_and_goes_on(claim, frame))
+
+
+def test_a_lying_frame_is_refused_and_the_connection_goes_on(claim: Claim, on_loop, tmp_path: Path) -> None:
+    lies = frame_lies(FIRST, pickle_target=str(tmp_path / "pickled"))
+    on_loop(refused_and_goes_on(claim, *lies.values()))
+    assert not (tmp_path / "pickled").exists()
+
+
+async def refused_and_goes_on(claim: Claim, *frames: bytes) -> None:
+    async with served(claim) as place:
+        with dealer(place) as one:
+            for frame in frames:
                 one.send_multipart([b"12345678", frame])
                 number, answer = await received(one)
                 refused = decode_frame(CONTROL_ANSWERS, answer)
-                assert (number, getattr(refused, "code", None)) == (b"12345678", "protocol")
-                one.send_multipart([b"87654321", FRAME])
-                number, answer = await received(one)
-                assert (number, type(decode_frame(CONTROL_ANSWERS, answer))) == (b"87654321", Decided)
-
-    on_loop(look())
+                assert (number, getattr(refused, "code", None)) == (b"12345678", "protocol"), frame
+            one.send_multipart([b"87654321", FRAME])
+            number, answer = await received(one)
+            assert (number, type(decode_frame(CONTROL_ANSWERS, answer))) == (b"87654321", Decided)
 
 
 @pytest.mark.parametrize(
