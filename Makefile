@@ -1,7 +1,7 @@
 # Every target makes the environment that it lacks and installs into it what it needs; nothing is installed outside.
 #
 #   make demo         the whole story on this machine, with a table of measured seconds at the end
-#   make test         the test suite                                    (make test PYTEST_ARGS="tests/protocol -k frame")
+#   make test         the test suite, two tests at a time               (make test PYTEST_ARGS="tests/protocol -k frame")
 #   make test-engines vLLM for real, in `.venv-engines` (3 GB): with weights from a daemon, and its loader's beside ours
 #   make bench        the benchmarks, beside other ways to load and share   (make bench BENCH_ARGS="attach --quick")
 #   make bench-engines  how long vLLM takes to start, with and without the cache  (make bench-engines BENCH_ARGS="--gib 4")
@@ -16,6 +16,7 @@ VENV := .venv
 ENGINES := .venv-engines
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+BOTH_CORES := -n 2 --dist worksteal
 BENCH_ARGS ?=
 SOAK_ARGS ?= --seconds 1800
 
@@ -40,7 +41,7 @@ demo: $(VENV)/.installed
 	$(BIN)/weightcached demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(BOTH_CORES))
 
 test-engines: $(VENV)/.installed $(ENGINES)/.installed $(SGLANG)/.installed-sglang-$(SGLANG_VERSION)
 	$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)

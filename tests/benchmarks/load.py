@@ -76,6 +76,12 @@ CONTENDERS = (
     Contender("weightcached, layout hf", "ours", "ours:load", options={"layout": "hf"}, quick=True),
     Contender("weightcached, layout fused", "ours", "ours:load", options={"layout": "fused"}),
     Contender(
+        "weightcached, layout hf, past the page cache",
+        "ours",
+        "ours:load",
+        options={"layout": "hf", "strategy": "direct"},
+    ),
+    Contender(
         "safetensors load_file + clone", "loader", "safetensors_library:load_file_and_clone", package="safetensors"
     ),
     Contender(

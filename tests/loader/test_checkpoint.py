@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import safetensors.numpy
 import torch
 
 from tests.support.checkpoints import RawTensor, make_checkpoint, tiny_llama, write_checkpoint, write_safetensors
+from tests.support.costs import costs_at_most
 from weightcached.loader.checkpoint import TensorHeader, open_checkpoint
 from weightcached.loader.headers import PREFIX_BYTES, parse_header
 from weightcached.protocol.content import take_receipts
@@ -129,7 +129,8 @@ def test_other_weight_files_are_ignored_with_a_reason(tmp_path):
         assert "index" in checkpoint.ignored_files["consolidated.safetensors"]
 
 
-def test_a_header_of_100_000_tensors_parses_within_a_second_of_processor_time():
+def test_a_header_of_100_000_tensors_costs_a_few_times_what_its_json_does():
+    """Of processor time. What it takes on this machine: `make bench BENCH_ARGS=plan`."""
     entries = {
         f"model.layers.{i // 10}.part{i % 10}.weight": {
             "dtype": "BF16",
@@ -140,18 +141,11 @@ def test_a_header_of_100_000_tensors_parses_within_a_second_of_processor_time():
     }
     raw = json.dumps(entries).encode()
     file_nbytes = PREFIX_BYTES + len(raw) + 256 * 100_000
-    # The best of a few: others may be working on this machine.
-    assert any(_seconds(lambda: parse_header(raw, file="f", file_nbytes=file_nbytes)) <= 1.0 for _ in range(5))
+    assert costs_at_most(4, lambda: parse_header(raw, file="f", file_nbytes=file_nbytes), of=lambda: json.loads(raw))
     header = parse_header(raw, file="f", file_nbytes=file_nbytes)
     last = header.tensors[-1]
     assert last == TensorHeader("model.layers.9999.part9.weight", "bfloat16", (16, 8), "f", file_nbytes - 256, 256)
     assert len(header.tensors) == 100_000
-
-
-def _seconds(work) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -74,7 +74,7 @@ def times(name, config, spots):
     return devices // tp
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(placed_models())
 def test_ranks_together_take_every_element_the_right_number_of_times(case):
     config, spots = case
@@ -93,7 +93,7 @@ def test_ranks_together_take_every_element_the_right_number_of_times(case):
         assert (counts == times(name, config, spots)).all(), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(placed_models())
 def test_every_rank_accounts_for_every_name_and_each_is_loaded_somewhere(case):
     config, spots = case

@@ -7,13 +7,13 @@ test_oracle.py and test_execute.py.
 import dataclasses
 import math
 import re
-import time
 import tracemalloc
 
 import pytest
 import torch
 
 from tests.support import expert_models
+from tests.support.costs import costs_at_most
 from tests.support.plans import cache_config, headers, parameters, plan
 from tests.support.referenced import require_as_the_reference
 from tests.support.spots import Spot
@@ -217,12 +217,17 @@ def test_each_expert_is_quantized_by_itself(model, spot, method):
 @pytest.fixture(scope="module", params=["plain", "fp8"])
 def huge(request):
     """(config.json, headers) of DeepSeek-V3's layers, so many that there are 100,000 tensors; or with scales, as it is
-    published.
+    published. And the same of a tenth of the layers.
     """
     is_plain = request.param == "plain"
+    layers = 133 if is_plain else 68
+    return [_deepseek(number, is_plain=is_plain) for number in (layers, layers // 10)]
+
+
+def _deepseek(layers, *, is_plain):
     config = expert_models.config_of(
         "deepseek_v3",
-        num_hidden_layers=133 if is_plain else 68,
+        num_hidden_layers=layers,
         n_routed_experts=256,
         first_k_dense_replace=3,
         hidden_size=7168,
@@ -259,18 +264,19 @@ def huge(request):
     [Spot(), Spot(tp=8, tp_rank=3), Spot(ep=8, ep_rank=7, round_robin=True), Spot(tp=2, ep=4, pp=4, pp_rank=1)],
     ids=str,
 )
-def test_100_000_tensors_of_experts_are_planned_within_two_seconds(huge, spot):
+def test_the_time_to_plan_experts_grows_with_their_number_and_no_faster(huge, spot):
     """Those that this rank leaves to others have to be cheap, too: each is named in its account."""
-    config, tensors = huge
+    (config, tensors), (tenth, some) = huge
     assert len(tensors) >= 100_000
-    # The best of a few: others may be working on this machine.
-    assert any(processor_seconds(lambda: plan(config, tensors, **spot.options)) <= 2.0 for _ in range(5))
     accounting = plan(config, tensors, **spot.options).accounting
     assert len(accounting.loaded) + len(accounting.ignored) == len(tensors)
+    assert costs_at_most(
+        30, lambda: plan(config, tensors, **spot.options), of=lambda: plan(tenth, some, **spot.options)
+    )
 
 
 def test_100_000_tensors_of_experts_are_planned_within_200_mib(huge):
-    config, tensors = huge
+    config, tensors = huge[0]
     tracemalloc.start()
     try:
         plan(config, tensors, tp_size=8, tp_rank=3)
@@ -278,9 +284,3 @@ def test_100_000_tensors_of_experts_are_planned_within_200_mib(huge):
     finally:
         tracemalloc.stop()
     assert peak_nbytes <= 200 << 20
-
-
-def processor_seconds(work) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started

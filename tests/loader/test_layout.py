@@ -80,9 +80,10 @@ def test_every_rank_has_the_same_places():
     assert all(of_rank == places[0] for of_rank in places)
 
 
-@given(mixed_headers(), st.integers(3072, 8192))
-def test_with_a_limit_segments_follow_each_other_in_the_same_order_and_none_is_larger(tensors, most):
+@given(mixed_headers(), st.integers(0, 4096))
+def test_with_a_limit_segments_follow_each_other_in_the_same_order_and_none_is_larger(tensors, more):
     """A segment ends only where the next parameter does not fit into it; what lies where depends on nothing else."""
+    most = aligned(max([header.nbytes for header in tensors.values()], default=0)) + ALIGNMENT_BYTES + more
     made = plan(tiny_config(architecture="Any"), tensors, layout="hf")
     placement = place(made, most)
     assert [placed.parameter for placed in placement.placed] == list(made.parameters)

@@ -8,12 +8,12 @@ import json
 import math
 import subprocess
 import sys
-import time
 import tracemalloc
 
 import pytest
 
 from tests.support.checkpoints import tiny_config, tiny_shapes
+from tests.support.costs import costs_at_most
 from tests.support.plans import FILE, cache_config, headers, parameters, plan
 from tests.support.unprivileged import ROOT
 from weightcached.loader.architectures import ARCHITECTURES
@@ -475,11 +475,13 @@ def huge():
 
 
 @pytest.mark.parametrize("options", [{"layout": "hf"}, {"tp_size": 4, "quantization": "fp8"}], ids=["hf", "fused"])
-def test_100_000_tensors_are_planned_within_two_seconds_of_processor_time(huge, options):
+def test_the_time_to_plan_grows_with_the_number_of_tensors_and_no_faster(huge, options):
+    """Of processor time, from 10,000 to 100,000. What it takes on this machine: `make bench BENCH_ARGS=plan`."""
     model, tensors = huge
     assert len(tensors) >= 100_000
-    # The best of a few: others may be working on this machine.
-    assert any(_seconds(lambda: plan(model, tensors, **options)) <= 2.0 for _ in range(5))
+    tenth = tiny_config(num_hidden_layers=model["num_hidden_layers"] // 10)
+    some = headers(tiny_shapes(tenth))
+    assert costs_at_most(20, lambda: plan(model, tensors, **options), of=lambda: plan(tenth, some, **options))
 
 
 def test_100_000_tensors_are_planned_within_200_mib(huge):
@@ -491,9 +493,3 @@ def test_100_000_tensors_are_planned_within_200_mib(huge):
     finally:
         tracemalloc.stop()
     assert peak_nbytes <= 200 << 20
-
-
-def _seconds(work) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started

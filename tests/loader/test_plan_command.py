@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.support.checkpoints import (
     tiny_shapes,
     write_checkpoint,
 )
+from tests.support.costs import costs_at_most
 from tests.support.execution import load
 from weightcached.loader import pipeline
 from weightcached.loader.checkpoint import open_checkpoint
@@ -169,17 +169,17 @@ def huge(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{"layout": "hf"}, {"layout": "fused", "tp_size": 4}])
-def test_100_000_tensors_are_opened_and_planned_within_two_seconds_of_processor_time(huge, options):
-    config = build_config(huge, **{"tp_size": 1, "tp_rank": 0, **options})
+def test_the_time_to_open_and_plan_grows_with_the_number_of_tensors_and_no_faster(huge, tmp_path, options):
+    """From 10,000 to 100,000. What it takes on this machine: `make bench BENCH_ARGS=plan`."""
 
-    def seconds() -> float:
-        started_s = time.process_time()
-        with open_checkpoint(huge) as checkpoint:
-            assert len(checkpoint.tensors) >= 100_000
-            pipeline.prepare(checkpoint, config)
-        return time.process_time() - started_s
+    def planned(directory):
+        with open_checkpoint(directory) as checkpoint:
+            pipeline.prepare(checkpoint, build_config(directory, **{"tp_size": 1, "tp_rank": 0, **options}))
+            return len(checkpoint.tensors)
 
-    assert any(seconds() <= 2.0 for _ in range(5))  # others may be working on this machine
+    tenth = sparse_checkpoint(tmp_path, num_hidden_layers=1_111)
+    assert planned(huge) >= 100_000
+    assert costs_at_most(20, lambda: planned(huge), of=lambda: planned(tenth))
 
 
 _PROGRAM = """

@@ -72,7 +72,7 @@ def divides(model, size):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models() | shared_models().map(lambda case: case[0]), sizes, st.data())
 def test_refused_are_exactly_the_sizes_that_do_not_divide(model, size, data):
     rank = data.draw(st.integers(0, size - 1))
@@ -94,7 +94,7 @@ def replicas(name, model, size):
     return 1
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shared_models())
 def test_ranks_together_take_every_element_the_right_number_of_times(case):
     model, size = case
@@ -113,7 +113,7 @@ def test_ranks_together_take_every_element_the_right_number_of_times(case):
         assert (counts == replicas(name, model, size)).all(), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shared_models(), st.data())
 def test_a_rank_holds_what_plain_slicing_gives(case, data):
     model, size = case

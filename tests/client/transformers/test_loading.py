@@ -100,10 +100,15 @@ def test_a_model_of_one_s_own_configuration_is_bound_as_it_is(llama: Path, serve
 
 
 def test_a_head_that_the_checkpoint_lacks_is_initialised_with_the_warning_of_transformers(
-    bert: Path, serve: Serve, cache: dict[str, Any], caplog: pytest.LogCaptureFixture
+    bert: Path,
+    serve: Serve,
+    cache: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     serve(bert)
-    logging.getLogger("transformers").propagate = True
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")  # other tests may have asked for less
     model, info = from_pretrained(
         transformers.BertForSequenceClassification, bert, num_labels=5, output_loading_info=True, weight_cache=cache
     )
