@@ -86,8 +86,9 @@ class CommandSocket:
             if not part.more:
                 break
         number = connection_of(part)
-        if number not in self._door.connections:
-            self._door.look()  # it may have come, with its command, since the last look
+        # Since the last look this connection may have come, and have the number of one that has left: whose end, were
+        # it heard of later, would be taken for this one's.
+        self._door.look()
         if number not in self._door.connections:
             return  # nobody is there any more to be answered
         identity, request_id = parts[0].bytes, parts[1].bytes

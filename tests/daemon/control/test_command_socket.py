@@ -300,6 +300,78 @@ def test_waiting_ends_with_the_connection(claim: Claim, on_loop, monkeypatch: py
     on_loop(look())
 
 
+def free_again(number: int) -> None:
+    """Wait until that descriptor is closed, and leave one below it free: the next two that are opened are these."""
+    below, deadline = [], Deadline.after(20)
+    while (opened := os.open(os.devnull, os.O_RDONLY)) != number:
+        assert not deadline.passed
+        if opened < number:
+            below.append(opened)
+        else:
+            os.close(opened)
+    os.close(opened)
+    os.close(below.pop())
+    FILLERS.extend(below)
+
+
+FILLERS: list[int] = []
+
+
+def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
+    claim: Claim, on_loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt."""
+    swapped, decide, numbers, meanwhile = asyncio.Event(), asyncio.Event(), [], []
+    number_of, has_message = command_socket.connection_of, command_socket.has_message
+
+    def remembered(part: zmq.Frame) -> int:
+        numbers.append(number_of(part))
+        return numbers[-1]
+
+    def looked(of: zmq.Socket) -> bool:
+        while meanwhile:
+            meanwhile.pop()()
+            assert of.poll(20_000)
+        return has_message(of)
+
+    async def later(request: Message) -> Message:
+        if isinstance(request, AwaitChange):
+            await decide.wait()
+        return Decided(transaction=FIRST.transaction, outcome=Outcome.OPEN, vault_id="3" * 32)
+
+    monkeypatch.setattr(command_socket, "connection_of", remembered)
+    monkeypatch.setattr(command_socket, "has_message", looked)
+
+    async def look() -> None:
+        async with served(claim, later) as place:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+                first.connect(endpoint(place.control_path))
+                first.send_multipart([b"12345678", FRAME])
+                await received(first)
+
+                def swap() -> None:
+                    first.close(0)
+                    free_again(numbers[-1])
+                    second.connect(endpoint(place.control_path))
+                    second.send_multipart([b"87654321", encode_frame(CONTROL_REQUESTS, HOUR)])
+                    swapped.set()
+
+                meanwhile.append(swap)
+                with raw(place):  # has the daemon look
+                    await swapped.wait()
+                    await ask_first(place)
+                    decide.set()
+                    number, _ = await received(second)
+                assert number == b"87654321"
+
+    try:
+        on_loop(look())
+    finally:
+        while FILLERS:
+            os.close(FILLERS.pop())
+    assert numbers[0] == numbers[1], "or nothing was shown"
+
+
 BROKEN = [
     [b""],
     [b"12345678"],
