@@ -61,6 +61,7 @@ def key_of(model: Path, *arguments: str) -> EngineKey:
         "model_dir": os.fspath(model),
         "parallel": Parallel(tp_size=1, tp_rank=0).model_dump(),
         "dtype": "auto",
+        "device": "cpu",
         "arguments": arguments,
     }
     command = [str(PYTHON), "-P", "-m", "weightcached.loader.engines.key", "--engine", "vllm"]
