@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from weightcached.daemon.control.command_socket import (
     CommandSocket,
     Handler,
 )
-from weightcached.daemon.control.door import CONNECTIONS_MAX
+from weightcached.daemon.control.door import CONNECTIONS_MAX, connection_of
 from weightcached.protocol.control import (
     CONTROL_ANSWERS,
     CONTROL_REQUESTS,
@@ -34,9 +34,10 @@ from weightcached.protocol.control import (
     ReadDecision,
 )
 from weightcached.protocol.control_channel import ask
-from weightcached.protocol.control_sockets import endpoint, readable
+from weightcached.protocol.control_sockets import endpoint, has_message, readable
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InternalError, PlaceTaken, ProtocolError, UpdateConflict, WeightCacheError
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.places import Place
@@ -300,9 +301,11 @@ def test_waiting_ends_with_the_connection(claim: Claim, on_loop, monkeypatch: py
     on_loop(look())
 
 
-def free_again(number: int) -> None:
-    """Wait until that descriptor is closed, and leave one below it free: the next two that are opened are these."""
-    below, deadline = [], Deadline.after(20)
+def free_again(number: int) -> OwnedFds:
+    """Wait until that descriptor is closed, and leave one below it free: the next two that are opened are these, as
+    long as what this gives is open.
+    """
+    below, deadline = list[int](), Deadline.after(20)
     while (opened := os.open(os.devnull, os.O_RDONLY)) != number:
         assert not deadline.passed
         if opened < number:
@@ -311,21 +314,20 @@ def free_again(number: int) -> None:
             os.close(opened)
     os.close(opened)
     os.close(below.pop())
-    FILLERS.extend(below)
-
-
-FILLERS: list[int] = []
+    return OwnedFds(below)
 
 
 def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
     claim: Claim, on_loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt."""
-    swapped, decide, numbers, meanwhile = asyncio.Event(), asyncio.Event(), [], []
-    number_of, has_message = command_socket.connection_of, command_socket.has_message
+    swapped, decide = asyncio.Event(), asyncio.Event()
+    numbers: list[int] = []
+    meanwhile: list[Callable[[], None]] = []
+    fillers = OwnedFds()
 
     def remembered(part: zmq.Frame) -> int:
-        numbers.append(number_of(part))
+        numbers.append(connection_of(part))
         return numbers[-1]
 
     def looked(of: zmq.Socket) -> bool:
@@ -351,7 +353,7 @@ def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
 
                 def swap() -> None:
                     first.close(0)
-                    free_again(numbers[-1])
+                    fillers.extend(free_again(numbers[-1]).take_all())
                     second.connect(endpoint(place.control_path))
                     second.send_multipart([b"87654321", encode_frame(CONTROL_REQUESTS, HOUR)])
                     swapped.set()
@@ -364,11 +366,8 @@ def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
                     number, _ = await received(second)
                 assert number == b"87654321"
 
-    try:
+    with fillers:
         on_loop(look())
-    finally:
-        while FILLERS:
-            os.close(FILLERS.pop())
     assert numbers[0] == numbers[1], "or nothing was shown"
 
 
