@@ -179,20 +179,20 @@ def attach(
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),
     )
+    if mode == "off" and engine is not None:
+        raise InvalidOption("an engine's layout is not loaded from disk", expected="client or require", found=mode)
+    deadline, appear_by = Deadline.after(timeout_s), Deadline.after(wait_for_daemon_s)
+    return _attached(wanted, terms, mode, deadline=deadline, appear_by=appear_by, progress=progress)
+
+
+def _attached(
+    wanted: Wanted, terms: _Terms, mode: Mode, *, deadline: Deadline, appear_by: Deadline, progress: Progress | None
+) -> WeightSet:
+    """The contract: from disk where the place is absent, and only then (or where no daemon is to be asked)."""
     if mode == "off":
-        if engine is not None:
-            raise InvalidOption("an engine's layout is not loaded from disk", expected="client or require", found=mode)
         return _from_disk(wanted, progress)
-    weights = _from_daemon(
-        wanted,
-        terms,
-        deadline=Deadline.after(timeout_s),
-        appear_by=Deadline.after(wait_for_daemon_s),
-        progress=progress,
-    )
-    if weights is not None:
-        return weights
-    return _where_absent(wanted, place, mode, progress)
+    weights = _from_daemon(wanted, terms, deadline=deadline, appear_by=appear_by, progress=progress)
+    return weights if weights is not None else _where_absent(wanted, terms.place, mode, progress)
 
 
 def _from_daemon(

@@ -39,7 +39,8 @@ class Barrier:
         """In this block the weights stay what they are. Blocks while they are being exchanged. ``who`` is named where
         an exchange could not wait for the end of the block; else it is the thread's name.
 
-        The thread that has stopped all others may read too. Raises what went wrong where nobody may any more.
+        The thread that has stopped all others may read too, but exchanges nothing meanwhile. Raises what went wrong
+        where nobody may any more.
         """
         me = threading.get_ident()
         with self._changed:
@@ -77,11 +78,11 @@ class Barrier:
             self._stopped = stopped
             try:
                 if not self._changed.wait_for(lambda: not self._inside, deadline.remaining_s()):
-                    raise self._inside_still(self._names(), timeout_s)
+                    raise self._inside_still(self.inside(), timeout_s)
+                stopped.begin()
             except BaseException:
                 self._go_on()
                 raise
-        stopped.begin()
         try:
             yield stopped
         finally:
@@ -95,8 +96,14 @@ class Barrier:
             self._closed = reason
 
     def holds(self, stopped: Stopped) -> bool:
-        """Whether ``stopped`` is the one who has stopped the readers now, and this is its thread."""
-        return self._stopped is stopped and stopped.thread == threading.get_ident()
+        """Whether ``stopped`` is the one who has stopped the readers now, this is its thread, and nobody is inside."""
+        return self._stopped is stopped and stopped.thread == threading.get_ident() and not self._inside
+
+    def inside(self) -> str:
+        """Who reads now, for people."""
+        names = [reader.who for reader in self._inside.values()]
+        more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return ", ".join(names[:_NAMES_SHOWN]) + more
 
     def _require_outside(self, me: int) -> None:
         if me in self._inside or (self._stopped is not None and self._stopped.thread == me):
@@ -110,11 +117,6 @@ class Barrier:
     def _go_on(self) -> None:
         self._stopped = None
         self._changed.notify_all()
-
-    def _names(self) -> str:
-        names = [reader.who for reader in self._inside.values()]
-        more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        return ", ".join(names[:_NAMES_SHOWN]) + more
 
     def _inside_still(self, who: str, timeout_s: float) -> ReadersInside:
         return ReadersInside(
@@ -187,6 +189,8 @@ class Stopped:
             found = "a block of another barrier"
         elif self.thread != threading.get_ident():
             found = "another thread than the one that entered the block"
+        elif self.begun and self.seconds is None:
+            found = f"a block of reading() within it: {barrier.inside()}"
         else:
             found = "a block that is over"
         raise BarrierError(

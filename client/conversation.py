@@ -191,6 +191,11 @@ class Conversation:
                 self._changed.notify_all()
             return question.wanted
 
+    def let_go_in_child(self) -> None:
+        """In a forked child, where the lock may be held by a thread that is not there: over, for whoever asks."""
+        self._changed = threading.Condition()
+        self._over = "this process is a forked child: its parent has the connection"
+
     def _require_going_on(self) -> None:
         if self._over is not None:
             raise DaemonUnreachable(

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightcached.client import forks
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.messages import Event
 
@@ -42,6 +43,7 @@ class Follower:
         self._changed = threading.Condition()
         self._published: Published | None = None
         self._unheard = self._nudged = True  # something may have been published before this followed
+        forks.in_child(self, Follower._begin_anew_in_child)
         lease.on_event(self._heard)
         lease.on_resumed(lambda _: self._may_have_missed())
 
@@ -72,6 +74,10 @@ class Follower:
         with self._changed:
             self._nudged = True
             self._changed.notify_all()
+
+    def _begin_anew_in_child(self) -> None:
+        """The thread that tells of events is the parent's, and may have had the lock at the fork."""
+        self._changed = threading.Condition()
 
     def _heard(self, event: Event) -> None:
         if event.kind == "published" and event.generation is not None:

@@ -32,7 +32,9 @@ def new_connection() -> socket.socket:
 
 
 def in_child(owner: _Owner, let_go: Callable[[_Owner], None]) -> None:
-    """Have ``let_go(owner)`` called in every forked child, while ``owner`` lives. It must not wait for any lock."""
+    """Have ``let_go(owner)`` called in every forked child, and in children of those, while ``owner`` lives. It must not
+    wait for any lock, and be safe to call again.
+    """
     with _guard:
         _in_child[owner] = let_go
 
@@ -41,7 +43,6 @@ def _let_go() -> None:
     _guard.release()
     for owner, let_go in list(_in_child.items()):
         let_go(owner)
-    _in_child.clear()
 
 
 os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_let_go)

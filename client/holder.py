@@ -98,7 +98,9 @@ class HolderWatch:
     def _let_go_in_child(self) -> None:
         self._end.detach()
         self._wake.let_go_in_child()
-        os.close(self._pidfd)
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 def _watch(wake: Wake, pidfd: int, where: str, on_lost: OnHolderLost) -> None:

@@ -325,6 +325,7 @@ class Lease:
         self._changed = threading.Condition()
         self._channel.close()
         self._wake.let_go_in_child()
+        self._conversation.let_go_in_child()
         for callbacks in (self._on_lost, self._on_resumed, self._on_stale, self._on_event):
             callbacks.clear()
         if self._state in ("connected", "detached"):

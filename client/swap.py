@@ -18,7 +18,7 @@ from weightcached.client.comparison import NAMES_SHOWN, require_same_layout
 from weightcached.client.transfer import Mapped, granted_manifest, map_granted
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.deadline import Deadline
-from weightcached.protocol.errors import InvalidOption, SwapFailed, SwapRefused
+from weightcached.protocol.errors import InvalidOption, SwapFailed, SwapRefused, WeightCacheError
 from weightcached.protocol.integrity import differing_among
 from weightcached.protocol.manifest import Manifest
 from weightcached.protocol.memory.kinds import SegmentMapping, kind_of
@@ -45,7 +45,7 @@ class Swapped:
     to_version: str
     populate_s: float
     """For mapping the new generation and entering its pages, aside."""
-    swap_s: float
+    swap_s: float = 0.0
     """For the exchange itself, within the barrier."""
     changed: tuple[str, ...] = ()
     """Parameters of the old generation that this process had written to, and that it has lost. Complete when the
@@ -76,8 +76,9 @@ class Staged:
         when this is staged, and after it for what was written in between.
 
         SwapFailed where memory could not be moved: the weights in use are then what they were, unless it is not
-        ``intact``. Then nobody gets past the barrier any more, and the process should end. ValueError where this was
-        used or given up, or the weight set was closed.
+        ``intact``. Then nobody gets past the barrier any more, and the process should end; so it is, too, where a
+        signal's exception comes in between, which is raised. ValueError where this was used or given up, or the weight
+        set was closed.
         """
         if changed not in ("refuse", "discard"):
             raise InvalidOption("unknown policy for changed parameters", expected="refuse or discard", found=changed)
@@ -91,24 +92,28 @@ class Staged:
         old, segments = weights.manifest, weights._open()
         for segment in segments:
             segment.settle()
-        try:
-            _exchange(segments, mapped.segments)
-        except SwapFailed as error:
-            if not error.intact:
-                stopped.for_ever(error)
-            raise
         done = Swapped(
             from_generation=weights.generation,
             to_generation=self.generation,
             from_version=weights.version,
             to_version=self.version,
             populate_s=self.populate_s,
-            swap_s=time.perf_counter() - began_s,
             changed=self.changed,
         )
-        weights._now(mapped.manifest, self._grant)
-        self._mapped = None
-        stopped.afterwards(lambda: _retire(old, mapped.segments, done))
+        try:
+            _exchange(segments, mapped.segments)
+            done.swap_s = time.perf_counter() - began_s
+            weights._now(mapped.manifest, self._grant)
+            self._mapped = None
+            stopped.afterwards(lambda: _retire(old, mapped.segments, done))
+        except (WeightCacheError, ValueError) as error:
+            if isinstance(error, SwapFailed) and not error.intact:
+                stopped.for_ever(error)
+            raise
+        except BaseException as error:
+            self._mapped = None  # some of it may be what is in use
+            stopped.for_ever(_interrupted(error))
+            raise
         return done
 
     def close(self) -> None:
@@ -192,18 +197,29 @@ def changed_names(manifest: Manifest, segments: Sequence[SegmentMapping]) -> lis
     return differing_among(touched, [segment.view() for segment in segments])
 
 
+def _interrupted(error: BaseException) -> SwapFailed:
+    """What is raised to readers once an exchange was left anywhere in the middle."""
+    return SwapFailed(
+        "weights were being exchanged when a signal came in between",
+        expected="one generation in all segments",
+        found=type(error).__name__,
+        next_step="the weights in use may be half of each generation: end this process",
+        intact=False,
+    )
+
+
 def _exchange(segments: Sequence[SegmentMapping], others: Sequence[SegmentMapping]) -> None:
-    """All or none. SwapFailed that says so where some could not be taken back."""
+    """All or none. SwapFailed that says so where some could not be taken back. What a signal raises leaves anything."""
     done: list[tuple[SegmentMapping, SegmentMapping]] = []
     try:
         for pair in zip(segments, others, strict=True):
             pair[0].exchange(pair[1])
             done.append(pair)
-    except BaseException as failure:
+    except (WeightCacheError, ValueError) as failure:
         try:
             for segment, other in reversed(done):
                 segment.exchange(other)
-        except Exception as error:
+        except (WeightCacheError, ValueError) as error:
             raise SwapFailed(
                 "some segments were exchanged and could not be taken back",
                 expected="one generation in all segments",

@@ -95,6 +95,7 @@ class Release(Message):
 
 BUCKET_MIN_NBYTES = 64 * 1024
 BUCKET_MAX_NBYTES = 1 << 30
+BUCKET_MULTIPLE_NBYTES = 4096
 BUCKETS_MAX = GRANT_FDS_MAX - 1
 
 
@@ -109,7 +110,7 @@ class Stage(Message):
     name: ShortText
     pid: Count
     transaction: Hex32
-    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=4096)]
+    bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=BUCKET_MULTIPLE_NBYTES)]
     bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
 
 

@@ -20,7 +20,7 @@ from weightcached.client.control.listening import Heard, Listener, Lost
 from weightcached.client.control.watching import Finding, watch
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, positive_seconds
 from weightcached.protocol.control import ControlEvent
-from weightcached.protocol.errors import DaemonNotReady, InvalidOption, WeightCacheError
+from weightcached.protocol.errors import InvalidOption, WeightCacheError
 from weightcached.protocol.named_places import add_rank_arguments, named_places, places_with_socket
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_SOME, add_place_arguments, allow_list
@@ -75,12 +75,9 @@ def as_json(said: Heard | Lost) -> dict[str, Any]:
 async def _snapshot(place: Place, *, allowed: AllowList, timeout_s: float) -> Heard | Lost:
     try:
         async with Listener(place, allowed=allowed) as listener:
-            heard = await listener.hear(timeout_s)
-        if heard is None:
-            raise DaemonNotReady("the daemon took the connection and tells nothing", where=place.events_path)
+            return await listener.begin(timeout_s)
     except WeightCacheError as error:
         return Lost(place, error)
-    return heard
 
 
 async def _snapshots(places: Sequence[Place], *, allowed: AllowList, timeout_s: float) -> list[Heard | Lost]:

@@ -110,6 +110,19 @@ class Listener:
             else:
                 await readable((self._socket, self._monitor), None if deadline is None else deadline.remaining_s())
 
+    async def begin(self, timeout_s: float) -> Heard:
+        """The first event, the ``snapshot``. Raises as :meth:`hear`, and DaemonNotReady where it does not come."""
+        heard = await self.hear(timeout_s)
+        if heard is None:
+            raise DaemonNotReady(
+                "the daemon took the connection and tells nothing",
+                expected=f"what things are like, within {timeout_s:g} s",
+                found="nothing",
+                where=self._place.events_path,
+                next_step="look whether the daemon is stopped or starved (`weightcached status`, `ps`)",
+            )
+        return heard
+
     def _look_at_connection(self) -> None:
         event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -163,8 +176,7 @@ async def follow(
     while True:
         try:
             async with Listener(place, allowed=allowed) as listener:
-                if (heard := await listener.hear(PATIENCE_S)) is None:
-                    raise DaemonNotReady("the daemon took the connection and tells nothing", where=place.events_path)
+                heard: Heard | None = await listener.begin(PATIENCE_S)
                 lost = None
                 while heard is not None:
                     yield heard

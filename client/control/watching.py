@@ -1,7 +1,8 @@
 """Hearing what happens at many places at once, those included whose daemons start later.
 
-Owns finding them and putting what they say into one stream. Nothing announces a socket, so a directory is looked at
-once a second; a daemon that is started again is found by whoever follows its place.
+Owns finding them and putting what they say into one stream. Directories are looked at once a second: no kernel event
+tells of all that may appear, names' directories and the runtime directory itself included. A daemon that is started
+again is found by whoever follows its place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ async def watch(find: Finding, *, allowed: AllowList, forever: bool) -> AsyncGen
 
     ``forever``: a place is waited for however long nobody is there; else until ``find`` names it again. A place that
     cannot be listened to is said once as :class:`Lost`, and not tried again while it is the same error. Raises what
-    ``find`` raises.
+    ``find`` raises, and what following raises that is no error of a place: a bug is not tried again for ever.
     """
     said: asyncio.Queue[Heard | Lost] = asyncio.Queue(_QUEUED_MAX)  # whoever does not read makes daemons' events wait
     following: dict[Place, asyncio.Task[None]] = {}
@@ -43,6 +44,9 @@ async def watch(find: Finding, *, allowed: AllowList, forever: bool) -> AsyncGen
 
     async def look() -> None:
         while True:
+            for task in following.values():
+                if task.done():
+                    task.result()
             for place in find():
                 if place not in following or following[place].done():
                     following[place] = asyncio.create_task(one(place), name=f"follow {place}")

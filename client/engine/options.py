@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from weightcached.protocol.command_line import Parser, seconds, user_id, whole_number
+from weightcached.client.attach_options import add_attach_arguments
+from weightcached.protocol.command_line import Parser, user_id, whole_number
 from weightcached.protocol.memory.chosen import CPU, HOST, Memory, chosen
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.shard_options import add_device_arguments
@@ -65,10 +66,10 @@ class EngineOptions:
 def parse(argv: Sequence[str]) -> EngineOptions:
     """Options from the command line. Exits with :data:`USAGE_EXIT` when they cannot be understood."""
     parser = _parser()
-    values = vars(parser.parse_args(argv))
-    if values["prompt"] is None and values["port"] is None:
-        values["port"] = DEFAULT_PORT
-    return EngineOptions(**values)
+    given = {word: value for word, value in vars(parser.parse_args(argv)).items() if value is not None}
+    if not {"prompt", "port"} & given.keys():
+        given["port"] = DEFAULT_PORT
+    return EngineOptions(**given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,8 +79,30 @@ def _parser() -> argparse.ArgumentParser:
         "answers and ends; with --port (or neither) it serves HTTP on loopback.",
         epilog=EXIT_CODES,
     )
+    parser.add_argument("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
+    _add_serving(parser)
+    _add_weights(parser)
+    return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    """What it is asked, and how it answers."""
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR|ID", help="a checkpoint directory, or a hub id")
+    add("--prompt", metavar="TEXT", help="answer this first; without --port, then end")
+    add("--max-new-tokens", type=whole_number(1, 1 << 20), default=32, metavar="N", help="default: %(default)s")
+    add(
+        "--port",
+        type=whole_number(0, 65535),
+        metavar="P",
+        help=f"serve HTTP on 127.0.0.1:P; 0 takes a free one (default: {DEFAULT_PORT} without --prompt)",
+    )
+    add("--token-ids", action="store_true", help="print the token ids beside the text")
+    add("--json", action="store_true", help="one JSON line on standard output instead of text and table")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    """Which weights it computes with, and where they come from."""
+    add = parser.add_argument
     add(
         "--weight-cache-mode",
         dest="mode",
@@ -88,14 +111,6 @@ def _parser() -> argparse.ArgumentParser:
         help="off: Transformers loads from disk itself; client: from the daemon, from disk where there is no socket; "
         "require: from the daemon or not at all; daemon: start a daemon and own it (it ends with this engine) "
         "(default: %(default)s)",
-    )
-    add("--prompt", metavar="TEXT", help="answer this first; without --port, then end")
-    add("--max-new-tokens", type=whole_number(1, 1 << 20), default=32, metavar="N", help="default: %(default)s")
-    add(
-        "--port",
-        type=whole_number(0, 65535),
-        metavar="P",
-        help=f"serve HTTP on 127.0.0.1:P; 0 takes a free one (default: {DEFAULT_PORT} without --prompt)",
     )
     add("--name", default=DEFAULT_NAME, help="the daemon's name in its runtime directory (default: %(default)s)")
     add("--runtime-dir", metavar="DIR", help="default: $WEIGHTCACHED_RUNTIME_DIR, else /run/weightcached")
@@ -108,35 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "hf: the checkpoint's own tensors (default: %(default)s)",
     )
     add_device_arguments(parser)
-    add(
-        "--digest",
-        metavar="HEX",
-        help="the content expected, where the daemon's checkpoint is not visible from here: the first word that "
-        "`weightcached digest` prints",
-    )
-    add(
-        "--timeout",
-        dest="timeout_s",
-        type=seconds,
-        default=600.0,
-        metavar="S",
-        help="for the weights, in all (default: 600)",
-    )
-    add(
-        "--wait-for-daemon",
-        dest="wait_for_daemon_s",
-        type=seconds,
-        default=0.0,
-        metavar="S",
-        help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
-    )
-    add(
-        "--on-stale",
-        choices=("keep", "exit"),
-        default="keep",
-        help="when the daemon was started anew and serves other weights: keep those at hand, or exit, to be started "
-        "again by a supervisor (default: %(default)s)",
-    )
+    add_attach_arguments(parser)
     add(
         "--follow",
         action="store_true",
@@ -152,9 +139,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="trust a daemon of this user too (repeatable)",
     )
-    add("--token-ids", action="store_true", help="print the token ids beside the text")
-    add("--json", action="store_true", help="one JSON line on standard output instead of text and table")
-    return parser
 
 
 def serve_command(options: EngineOptions, model_dir: str | os.PathLike[str]) -> list[str]:

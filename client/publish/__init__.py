@@ -72,9 +72,9 @@ def stage(
 
     ``partial``: what is not pushed stays as it is served now. ``trainer``: who is said to have pushed. ``keep``: how
     many earlier generations stay for rollback. ``wait`` for another change that is under way, or end one that is open
-    by ``force``. ``bucket_nbytes`` (a multiple of 4096) and ``bucket_count``: the memory that every rank is pushed
-    through. ``where``: ``runtime_dir``, ``name``, ``timeout_s`` (for all of it) and ``allowed``, as for
-    ``weightcached.client.control.update``.
+    by ``force``. ``bucket_nbytes`` (a multiple of 4096, by default 16 MiB) and ``bucket_count`` (3): the memory that
+    every rank is pushed through. ``where``: ``runtime_dir``, ``name``, ``timeout_s`` (for all of it) and ``allowed``,
+    as for ``weightcached.client.control.update``. InvalidOption for what is none of these.
 
     Entering raises DaemonAbsent, DaemonUnreachable and RanksDisagree about the group, UpdateConflict while another
     change is under way, InsufficientMemory, UnsupportedModel for a layout that an engine makes, and UntrustedClient for
@@ -90,6 +90,6 @@ def stage(
         keep=keep,
         wait=wait,
         force=force,
-        bucket_nbytes=bucket_nbytes or session.BUCKET_NBYTES,
-        bucket_count=bucket_count or session.BUCKET_COUNT,
+        bucket_nbytes=bucket_nbytes,
+        bucket_count=bucket_count,
     )

@@ -71,12 +71,14 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 class RankPush:
     """Made by :meth:`begin`. What any method raises ends the push: close it then. It raises what the daemon refuses
-    with, DaemonUnreachable when that is gone, ContractError, and what reading the trainer's tensors raises.
+    with, DaemonUnreachable when that is gone, DaemonNotReady where the worker has not taken or said something by
+    ``deadline``, which is for all of it, ContractError, and what reading the trainer's tensors raises.
     """
 
-    def __init__(self, place: Place, daemon: Channel, staged: Staged, held: ExitStack) -> None:
+    def __init__(self, place: Place, daemon: Channel, staged: Staged, held: ExitStack, *, deadline: Deadline) -> None:
         self.place = place
         self.staged = staged
+        self._deadline = deadline
         self.table: dict[str, WantedTensor] = {}
         self._daemon = daemon
         self._held = held
@@ -107,7 +109,11 @@ class RankPush:
         with ExitStack() as held:
             connection = reach(place, allowed=allowed, deadline=deadline, appear_by=Deadline.after(0))
             if connection is None:
-                raise DaemonAbsent("no daemon is there to push to", where=place.socket_path)
+                raise DaemonAbsent(
+                    "no daemon is there to push to",
+                    where=place.socket_path,
+                    next_step="start it again (`weightcached up`), and push then",
+                )
             daemon = Channel(connection, outgoing=CLIENT_TO_DAEMON, incoming=DAEMON_TO_CLIENT)
             held.callback(daemon.close)
             stage = Stage(
@@ -127,9 +133,9 @@ class RankPush:
         """The push of a stage that a daemon has answered; takes its channel and descriptors over."""
         with ExitStack() as held, fds:
             held.callback(daemon.close)
-            push = cls(place, daemon, staged, held)
+            push = cls(place, daemon, staged, held, deadline=deadline)
             push._take(fds)
-            push._hear_wanted(deadline)
+            push._hear_wanted()
             push._held = held.pop_all()
             return push
 
@@ -153,9 +159,9 @@ class RankPush:
         self._held.callback(self._buckets.clear)
         self._free.extend(range(staged.bucket_count))
 
-    def _hear_wanted(self, deadline: Deadline) -> None:
+    def _hear_wanted(self) -> None:
         while True:
-            page = self._hear(Wanted, deadline=deadline)
+            page = self._hear(Wanted)
             for tensor in page.tensors:
                 self._numbers[tensor.name] = len(self.table)
                 self.table[tensor.name] = tensor
@@ -238,18 +244,20 @@ class RankPush:
 
     def _say(self, message: Message) -> None:
         try:
-            self._open_worker.send(message)
+            self._open_worker.send(message, deadline=self._deadline)
         except PeerClosed:
             raise self._reason() from None
+        except TimeoutError as error:
+            raise self._late() from error
 
-    def _hear(self, kind: type[_Kind], *, deadline: Deadline | None = None) -> _Kind:
+    def _hear(self, kind: type[_Kind]) -> _Kind:
         while True:
             try:
-                frame = self._open_worker.receive(deadline=deadline)
+                frame = self._open_worker.receive(deadline=self._deadline)
             except PeerClosed:
                 raise self._reason() from None
             except TimeoutError as error:
-                raise DaemonNotReady("the worker has not answered in time", where=self.place.socket_path) from error
+                raise self._late() from error
             frame.fds.close()
             if isinstance(frame.message, kind):
                 return frame.message
@@ -258,6 +266,13 @@ class RankPush:
                     "the worker spoke out of turn", expected=kind.__name__, found=type(frame.message).__name__
                 )
             self._free.append(frame.message.number)
+
+    def _late(self) -> DaemonNotReady:
+        return DaemonNotReady(
+            "the push was not over in time: the rank's worker has not taken or said what was next",
+            where=self.place.socket_path,
+            next_step="allow more time (timeout_s), or look whether that worker is stopped or starved",
+        )
 
     @property
     def _open_worker(self) -> Channel:

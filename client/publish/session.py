@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import overload
+from typing import Any, overload
 
 from weightcached.client.control.changes import Changed, change
 from weightcached.client.control.group import Where
@@ -22,7 +22,8 @@ from weightcached.client.publish.group import GroupPush
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Value
 from weightcached.protocol.control import FromTrainer
-from weightcached.protocol.errors import ProtocolError, StageLost
+from weightcached.protocol.errors import InvalidOption, ProtocolError, StageLost
+from weightcached.protocol.messages import BUCKET_MAX_NBYTES, BUCKET_MIN_NBYTES, BUCKET_MULTIPLE_NBYTES, BUCKETS_MAX
 
 BUCKET_NBYTES = 16 << 20
 BUCKET_COUNT = 3
@@ -31,7 +32,8 @@ BUCKET_COUNT = 3
 
 class Publication:
     """Made by :func:`weightcached.client.publish.stage`; a context manager. Left without :meth:`commit` it is given up,
-    and every rank serves what it served. Used from one thread.
+    and every rank serves what it served. Used from one thread, within its ``with`` block: ValueError outside, and after
+    :meth:`commit`.
     """
 
     def __init__(
@@ -43,8 +45,8 @@ class Publication:
         keep: int | None,
         wait: bool,
         force: bool,
-        bucket_nbytes: int,
-        bucket_count: int,
+        bucket_nbytes: int | None,
+        bucket_count: int | None,
     ) -> None:
         self._where = where
         self._trainer = trainer
@@ -52,7 +54,7 @@ class Publication:
         self._keep = keep
         self._wait = wait
         self._force = force
-        self._buckets = {"bucket_nbytes": bucket_nbytes, "bucket_count": bucket_count}
+        self._buckets = {"bucket_nbytes": _checked_nbytes(bucket_nbytes), "bucket_count": _checked_count(bucket_count)}
         self.seconds: dict[str, float] = {}
         """What it took: ``begin`` until ranks took what was pushed, ``push`` from the first tensor until all of it was
         there and digested, ``commit`` until all ranks served it."""
@@ -62,6 +64,7 @@ class Publication:
         self._all_pushed.set_running_or_notify_cancel()  # a coordinator that waits no longer does not make it done
         self._changed: Future[Changed] = Future()
         self._begun: list[RankPush] = []
+        self._push: GroupPush | None = None
         self._thread = threading.Thread(target=self._run, name="weightcached-publish", daemon=True)
 
     # The coordinator's thread
@@ -75,9 +78,15 @@ class Publication:
             self._opened.set_exception(self._changed.exception() or StageLost("the change ended before it was pushed"))
 
     async def _change(self) -> Changed:
-        return await change(
-            self._where, self._source, keep=self._keep, wait=self._wait, force=self._force, begun=self._push_to
+        changing: asyncio.Future[Any] = asyncio.ensure_future(
+            change(self._where, self._source, keep=self._keep, wait=self._wait, force=self._force, begun=self._push_to)
         )
+        ended: asyncio.Future[Any] = asyncio.wrap_future(self._all_pushed)
+        await asyncio.wait({changing, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.cancel() and ended.exception() is not None and not self._opened.done():
+            changing.cancel()  # nobody waits for this any more, for another's change to end perhaps
+        changed: Changed = await changing
+        return changed
 
     async def _push_to(self, transaction: str) -> None:
         """Every rank prepares: have them take what is pushed, and wait until the caller's thread is through."""
@@ -117,13 +126,13 @@ class Publication:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors that are needed, in the order in which they lie in the checkpoint: the one to push in."""
-        return self._push.names
+        return self._open_push.names
 
     def boxes(self, name: str) -> Mapping[str, list[Box]]:
         """Which parts of a tensor each rank needs: device word of its place → boxes, with which ``tensor[box]`` can be
         said. What is not in any need not even be gathered. PushMismatch for an unknown name.
         """
-        return self._push.boxes(name)
+        return self._open_push.boxes(name)
 
     @overload
     def push(self, name: str, value: Value, /) -> None: ...
@@ -141,16 +150,17 @@ class Publication:
         """
         self._first_s = self._first_s or time.monotonic()
         if len(given) == 1:
-            self._push.push(name, given[0])  # type: ignore[arg-type]
+            self._open_push.push(name, given[0])  # type: ignore[arg-type]
         else:
             box, value = given
-            self._push.push_box(name, box, value)  # type: ignore[arg-type]
+            self._open_push.push_box(name, box, value)  # type: ignore[arg-type]
 
     def commit(self) -> str:
         """All was pushed: have every rank check it, and all of them serve it, or none. Returns the version that they
         serve then. Raises why nothing changed: what is missing, by name, or what befell which rank.
         """
-        version = self._push.finish()
+        push, self._push = self._open_push, None
+        version = push.finish()
         all_there_s = time.monotonic()
         self._all_pushed.set_result(None)
         changed = self._changed.result()
@@ -162,6 +172,12 @@ class Publication:
             )
         return version
 
+    @property
+    def _open_push(self) -> GroupPush:
+        if self._push is None:
+            raise ValueError("the push has not begun, or is over: `with stage(…) as publication`, and commit() once")
+        return self._push
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -169,6 +185,7 @@ class Publication:
 
     def _end(self) -> None:
         """Wait for the change's end; what was not pushed whole is given up."""
+        self._push = None
         if not self._all_pushed.done():
             self._all_pushed.set_exception(StageLost("the trainer gave the push up", next_step="push again"))
             self._close()
@@ -180,6 +197,24 @@ class Publication:
             self._opened.result().close()
         for one in self._begun:
             one.close()
+
+
+def _checked_nbytes(nbytes: int | None) -> int:
+    nbytes = BUCKET_NBYTES if nbytes is None else nbytes
+    if not BUCKET_MIN_NBYTES <= nbytes <= BUCKET_MAX_NBYTES or nbytes % BUCKET_MULTIPLE_NBYTES:
+        raise InvalidOption(
+            "no size for a bucket",
+            expected=f"a multiple of {BUCKET_MULTIPLE_NBYTES} from {BUCKET_MIN_NBYTES} to {BUCKET_MAX_NBYTES} bytes",
+            found=nbytes,
+        )
+    return nbytes
+
+
+def _checked_count(count: int | None) -> int:
+    count = BUCKET_COUNT if count is None else count
+    if not 1 <= count <= BUCKETS_MAX:
+        raise InvalidOption("no number of buckets", expected=f"1 to {BUCKETS_MAX}", found=count)
+    return count
 
 
 def default_trainer() -> str:

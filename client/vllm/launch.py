@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from weightcached.client.attach_options import add_attach_arguments
 from weightcached.client.vllm.options import LOAD_FORMAT, LoaderOptions, Mode, parse
 from weightcached.client.vllm.stated import runs_module, stated, words_of
-from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds
+from weightcached.protocol.command_line import USAGE_EXIT, Parser
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments
 from weightcached.protocol.quantization import SPELLINGS
@@ -158,7 +159,6 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> Parser:
-    defaults = LoaderOptions()
     parser = Parser(
         prog="weightcached launch",
         description="Start an engine with its weights from the daemon: weightcached launch [options] -- COMMAND\n"
@@ -192,29 +192,5 @@ def _parser() -> Parser:
     add("--dtype", choices=get_args(fields["dtype"].annotation), help="what the daemon was told")
     add("--quantization", metavar="METHOD", help=f"what the daemon was told: {SPELLINGS}")
     add("--want", metavar="WHAT", help="checkpoint, current, or a version (default: checkpoint)")
-    add(
-        "--digest",
-        metavar="HEX",
-        help="the content expected, where the daemon's checkpoint is not visible from here: "
-        "the first word that `weightcached digest` prints",
-    )
-    add(
-        "--timeout",
-        dest="timeout_s",
-        type=seconds,
-        metavar="S",
-        help=f"for the weights, in all (default: {defaults.timeout_s:.0f})",
-    )
-    add(
-        "--wait-for-daemon",
-        dest="wait_for_daemon_s",
-        type=seconds,
-        metavar="S",
-        help="how long an absent daemon may take to bind its socket before it counts as absent (default: 0)",
-    )
-    add(
-        "--on-stale",
-        choices=("keep", "exit"),
-        help="when the daemon was started anew and serves other weights: keep those at hand, or exit (default: keep)",
-    )
+    add_attach_arguments(parser)
     return parser

@@ -144,39 +144,42 @@ class DeviceMapping:
         """Map the memory of ``other`` at this address, and keep for ``other`` what was mapped here, unmapped; one that
         is unmapped itself stays so. All work with the memory must have ended (:meth:`settle`).
 
-        SwapRefused for another size. SwapFailed where the driver refuses: this is then mapped as it was, or the message
-        says that it is not.
+        SwapRefused for another size. SwapFailed where the driver refuses: this is then mapped as it was, unless it is
+        not ``intact``; ``other`` may be unmapped.
         """
         if self.closed or other.closed:
             raise ValueError("the mapping was closed")
         if self.nbytes != other.nbytes:
             raise SwapRefused("segments of other sizes", expected=f"{self.nbytes} bytes", found=f"{other.nbytes} bytes")
-        if self.mapped:
-            self._show(other._allocation)
-        other._addresses.unmap()
+        mapped = self.mapped
+        try:
+            other._addresses.unmap()  # first: after the last step that can fail, all of it is done
+            if mapped:
+                self._addresses.unmap()
+                self._addresses.map(other._allocation, writable=self._writable)
+        except WeightCacheError as failure:
+            raise self._put_back(failure, mapped=mapped) from failure
         self._allocation, other._allocation = other._allocation, self._allocation
 
-    def _show(self, allocation: physical.Allocation) -> None:
+    def _put_back(self, failure: WeightCacheError, *, mapped: bool) -> SwapFailed:
+        """The error of an exchange that failed, once its own memory is mapped here again."""
         try:
-            self._addresses.unmap()
-            self._addresses.map(allocation, writable=self._writable)
-        except WeightCacheError as failure:
-            try:
+            if mapped:
                 self.remap()
-            except WeightCacheError as error:
-                raise SwapFailed(
-                    "a segment was unmapped, and neither the new one nor itself could be mapped at its address",
-                    expected=f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}",
-                    found=f"{failure}, then {error}",
-                    next_step="the weights in use are not mapped: remap() tries again; else end this process",
-                    intact=False,
-                ) from failure
-            raise SwapFailed(
-                "the new segment cannot be mapped in; the weights in use are what they were",
-                expected=failure.expected,
-                found=f"{failure.message}: {failure.found}",
-                next_step=failure.next_step,
-            ) from failure
+        except WeightCacheError as error:
+            return SwapFailed(
+                "a segment was unmapped, and neither the new one nor itself could be mapped at its address",
+                expected=f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}",
+                found=f"{failure}, then {error}",
+                next_step="the weights in use are not mapped: remap() tries again; else end this process",
+                intact=False,
+            )
+        return SwapFailed(
+            "the new segment cannot be mapped in; the weights in use are what they were",
+            expected=failure.expected,
+            found=f"{failure.message}: {failure.found}",
+            next_step=failure.next_step,
+        )
 
     def written(self) -> list[tuple[int, int]]:
         """None: what is mapped read-only was not written to."""

@@ -141,6 +141,20 @@ class ReceiveToEnd:
                 return
 
 
+def _heard(wire: Wire) -> Message | None:
+    """The next message; a ``Ping`` is answered. None where the peer has closed the connection."""
+    try:
+        Receive().run(wire)
+    except PeerClosed as error:
+        if error.mid_frame:
+            raise
+        return None
+    said = wire.messages[-1]
+    if isinstance(said, Ping):
+        Send(Pong(token=said.token)).run(wire)
+    return said
+
+
 @dataclass(frozen=True)
 class AnswerPings:
     """Answer every ``Ping``, and read whatever else is said, until the gate opens or the peer closes the connection."""
@@ -149,15 +163,8 @@ class AnswerPings:
 
     def run(self, wire: Wire) -> None:
         while wire.wait(select.POLLIN, also=self.until) and not (self.until is not None and self.until.is_open):
-            try:
-                Receive().run(wire)
-            except PeerClosed as error:
-                if error.mid_frame:
-                    raise
+            if _heard(wire) is None:
                 return
-            said = wire.messages[-1]
-            if isinstance(said, Ping):
-                Send(Pong(token=said.token)).run(wire)
 
 
 @dataclass(frozen=True)
@@ -171,16 +178,10 @@ class AnswerSwitches:
 
     def run(self, wire: Wire) -> None:
         while wire.wait(select.POLLIN):
-            try:
-                Receive().run(wire)
-            except PeerClosed as error:
-                if error.mid_frame:
-                    raise
+            said = _heard(wire)
+            if said is None:
                 return
-            said = wire.messages[-1]
-            if isinstance(said, Ping):
-                Send(Pong(token=said.token)).run(wire)
-            elif isinstance(said, Switch):
+            if isinstance(said, Switch):
                 self._answer(said).run(wire)
 
     def _answer(self, said: Switch) -> Send:

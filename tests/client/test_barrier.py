@@ -92,7 +92,8 @@ def test_blocks_of_one_thread_lie_within_each_other() -> None:
             pass
     with barrier.stopped() as stopped:
         with barrier.reading():
-            assert barrier.holds(stopped)
+            assert not barrier.holds(stopped)
+        assert barrier.holds(stopped)
         with pytest.raises(BarrierError, match="wait for itself"), barrier.stopped():
             pass
 
@@ -162,12 +163,12 @@ def test_a_forked_child_has_the_barrier_without_the_readers_of_its_parent() -> N
             leave.wait(20)
 
     def child() -> None:
-        with barrier.stopped(timeout_s=5):
-            pass
+        with barrier.stopped(timeout_s=5) as stopped:
+            assert barrier.holds(stopped)
 
     with ThreadPoolExecutor() as threads:
         reading = threads.submit(read)
-        inside.wait(20)
+        assert inside.wait(20)
         in_child(child)
         leave.set()
         reading.result(20)
@@ -195,12 +196,12 @@ def test_a_child_forked_while_readers_are_still_waited_for_has_the_barrier() -> 
     barrier = Barrier()
 
     def child() -> None:
-        with barrier.reading():
-            pass
+        with barrier.reading("of the child"):
+            assert barrier.inside() == "of the child"
 
-    def stop() -> None:
-        with barrier.stopped(timeout_s=60):
-            pass
+    def stop() -> bool:
+        with barrier.stopped(timeout_s=60) as stopped:
+            return barrier.holds(stopped)
 
     with ThreadPoolExecutor() as threads:
         with barrier.reading():
@@ -208,7 +209,7 @@ def test_a_child_forked_while_readers_are_still_waited_for_has_the_barrier() -> 
             while barrier._stopped is None:
                 pass
             threads.submit(in_child, child).result(60)
-        stopping.result(20)
+        assert stopping.result(20)
 
 
 def test_many_readers_and_those_who_stop_them_never_meet() -> None:

@@ -203,6 +203,20 @@ def test_a_forked_child_is_not_ended_and_keeps_no_descriptor() -> None:
         process.kill()
 
 
+def test_a_child_of_a_forked_child_closes_nothing_of_its_own() -> None:
+    """What its parent has let go of is by now the number of something else."""
+    with held() as (_, fd):
+        watch = HolderWatch(fd, where=WHERE)
+
+        def child() -> None:
+            with open(os.devnull) as file:
+                os.dup2(file.fileno(), fd)
+            in_child(lambda: os.fstat(fd))
+
+        in_child(child)
+        del watch
+
+
 def test_what_is_no_process_is_refused() -> None:
     reading, writing = os.pipe()
     try:

@@ -5,9 +5,12 @@ The daemon is a lying one that is honest here; real ones are in `test_updates.py
 
 import gc
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType, FunctionType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from weightcached.protocol.errors import (
     DaemonUnreachable,
     SwapFailed,
 )
+from weightcached.protocol.memory import host
 from weightcached.protocol.testing import (
     Gate,
     HonestGrant,
@@ -94,6 +98,16 @@ def test_without_the_barrier_nothing_is_swapped(swappable: WeightSet, how: str) 
             with pytest.raises(AttributeError):
                 staged.swap(swappable.barrier)  # type: ignore[arg-type]
     assert (swappable["square"] == 1).all()
+
+
+def test_while_the_thread_that_stopped_the_others_reads_nothing_is_swapped(swappable: WeightSet) -> None:
+    """As another task of its event loop may."""
+    with swappable.stage() as staged, swappable.barrier.stopped() as stopped:
+        with swappable.barrier.reading("a task"), pytest.raises(BarrierError, match="within it: a task"):
+            staged.swap(stopped)
+        assert (swappable["square"] == 1).all()
+        staged.swap(stopped)
+    assert (swappable["square"] == 2).all()
 
 
 def test_one_barrier_serves_several_weight_sets(swappable: WeightSet) -> None:
@@ -178,6 +192,36 @@ def test_after_close_nothing_is_staged_or_swapped(swappable: WeightSet) -> None:
         swappable.stage()
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_threads_that_stage_while_another_closes_get_all_or_an_error(swappable: WeightSet, number: int) -> None:
+    begun = threading.Barrier(4)
+
+    def stage_and_swap() -> set[str]:
+        found = set()
+        begun.wait(20)
+        for _ in range(20):
+            try:
+                with swappable.stage() as staged, swappable.barrier.stopped() as stopped:
+                    staged.swap(stopped)
+                found.add("swapped")
+            except (DaemonUnreachable, ValueError) as error:
+                found.add("closed" if "closed" in str(error) else f"{type(error).__name__}: {error}")
+        return found
+
+    square = swappable["square"]
+    with ThreadPoolExecutor() as threads:
+        staging = [threads.submit(stage_and_swap) for _ in range(3)]
+        begun.wait(20)
+        for _ in range(number):
+            with swappable.barrier.reading():
+                assert square.unique().numel() == 1
+        swappable.close()
+        outcomes = set().union(*(each.result(60) for each in staging))
+    assert outcomes <= {"swapped", "closed"}
+    assert "closed" in outcomes
+    assert square.unique().numel() == 1
+
+
 def test_a_forked_child_keeps_what_was_mapped_and_cannot_stage(swappable: WeightSet, grants: list[HonestGrant]) -> None:
     ready, swapped = Gate(), Gate()
     square = swappable["square"]
@@ -215,4 +259,32 @@ def test_a_swap_that_the_kernel_refuses_leaves_the_generation_in_use(
             assert swappable.generation == grants[0].message.generation
             swappable.verify()
 
+        in_child(child)
+
+
+@pytest.mark.parametrize("at", [host._move, host.Mapping.exchange, WeightSet._now], ids=lambda at: at.__qualname__)
+def test_a_swap_that_a_signal_leaves_in_the_middle_lets_nobody_in(swappable: WeightSet, at: FunctionType) -> None:
+    """Its exception is raised as one of these returns."""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not at.__code__:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return trace
+
+    def child() -> None:
+        with swappable.barrier.stopped() as stopped:
+            sys.settrace(trace)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    staged.swap(stopped)
+            finally:
+                sys.settrace(None)
+        for come_in in (swappable.barrier.reading, swappable.barrier.stopped):
+            with pytest.raises(SwapFailed, match=r"found: KeyboardInterrupt.*end this process") as raised:
+                come_in().__enter__()
+            assert not raised.value.intact
+
+    with swappable.stage() as staged:
         in_child(child)

@@ -12,12 +12,13 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.daemons import Daemon, ask, connect, scripted_daemon
+from tests.support.eventually import eventually
 from tests.support.resources import open_fds
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.deadline import Deadline
@@ -45,7 +46,7 @@ def daemon(model: Path) -> Iterator[Daemon]:
         scripted_daemon(model, Path(folder) / "run", "--exchange-timeout", str(EXCHANGE_TIMEOUT_S)) as started,
     ):
         started.wait_logged("content digest")
-        settled(lambda: not children_of(started))
+        eventually(lambda: not children_of(started))
         IDLE_FDS[started.pid] = len(open_fds(started.pid))
         yield started
 
@@ -60,7 +61,7 @@ def children_of(daemon: Daemon) -> str:
 
 def nothing_is_left(daemon: Daemon) -> None:
     """Wait until the daemon has exactly the descriptors that it had before anybody connected."""
-    settled(lambda: len(open_fds(daemon.pid)) == IDLE_FDS[daemon.pid])
+    eventually(lambda: len(open_fds(daemon.pid)) == IDLE_FDS[daemon.pid])
 
 
 @pytest.fixture
@@ -201,14 +202,6 @@ def test_a_client_that_does_not_read_its_answers_is_dropped(daemon: Daemon) -> N
             while True:
                 greedy.sendall(request * 100)
         daemon.wait_logged("dropped a client that did not read its answer")
-
-
-def settled(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Look at another process until something holds: nothing announces what it has closed."""
-    deadline = Deadline.after(timeout_s)
-    while not holds():
-        assert not deadline.passed, "it never came to hold"
-        time.sleep(0.01)
 
 
 def median_exchange_s(daemon: Daemon, *, rounds: int = 60) -> float:
@@ -379,7 +372,7 @@ def test_one_connection_more_than_allowed_is_told_so(model: Path, runtime_dir: P
         finally:
             first.close()
             second.close()
-        settled(lambda: isinstance(status_or_refusal(daemon), Report))
+        eventually(lambda: isinstance(status_or_refusal(daemon), Report))
 
 
 def status_or_refusal(daemon: Daemon) -> object:

@@ -2,17 +2,15 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import raw_tensor, tiny_config, tiny_llama, tiny_shapes, write_checkpoint
+from tests.support.checkpoints import raw_tensor, settled, tiny_config, tiny_llama, tiny_shapes, write_checkpoint
 from tests.support.daemons import Daemon, daemon, digest_of, supervised_daemon
 from weightcached.client import attach
 from weightcached.client.snapshot_command import main
-from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.digests import digest_of as remembered_digest_of
 from weightcached.protocol.errors import CheckpointMismatch, CheckpointUnproven
@@ -102,11 +100,7 @@ def remembered(runtime_dir: Path) -> Any:
     """``remembered(directory)``: the digest of its content is in the daemon's cache afterwards."""
 
     def run(directory: Path) -> Path:
-        with open_weights(weight_files(directory)) as weights:
-            receipts = take_receipts(weights)
-        # What is waited for is the clock: only time makes a receipt old.
-        time.sleep(max(0.0, (receipts.settled_at_ns - time.time_ns()) / 1e9))
-        assert remembered_digest_of(directory, DigestCache(runtime_dir / "digests")).remembered
+        assert remembered_digest_of(settled(directory), DigestCache(runtime_dir / "digests")).remembered
         return directory
 
     return run

@@ -1,21 +1,20 @@
 """vLLM as an engine that generates: a process with one engine at a time, which it starts, asks and ends when told to.
 
-Run by path, with the Python that has vLLM and this project. A line on what was standard output says that it is ready;
-then a request is a line of JSON on standard input (``do`` names a method of :class:`Server`, the rest are its
-arguments), its answer a line of JSON. What vLLM prints goes to standard error. It ends when its input does.
+Run by path, with the Python that has vLLM and this project. Of a request (`answering.py`) ``do`` names a method of
+:class:`Server`, the rest are its arguments.
 
 An engine of one rank runs in this process, which is fast; one of more has a process for each.
 """
 
 import gc
-import json
 import os
-import sys
-import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+
+from answering import answer_requests
 
 os.environ |= {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -27,24 +26,13 @@ os.environ |= {
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["VLLM_CACHE_ROOT"] = folder
+    def made(_: str) -> Callable[..., dict]:
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda inspect: inspect()  # of a model's class; a process takes twenty seconds
-        server = Server()
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            answer: dict
-            try:
-                request = json.loads(line)
-                answer = getattr(server, request.pop("do"))(**request)
-            except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
-                answer = {"error": traceback.format_exc(), "code": _code_of(error)}
-                server.end()
-            print(json.dumps(answer), file=answers, flush=True)
+        return Server().answer
+
+    answer_requests(made)
 
 
 def _code_of(error):
@@ -59,6 +47,16 @@ class Server:
 
     def __init__(self) -> None:
         self._llm: Any = None
+
+    def answer(self, *, do: str, **request: Any) -> dict:
+        """Of the method ``do``. One that raises ends the engine."""
+        answer: dict
+        try:
+            answer = getattr(self, do)(**request)
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
+            answer = {"error": traceback.format_exc(), "code": _code_of(error)}
+            self.end()
+        return answer
 
     def start(self, *, packing: bool = True, **engine: object) -> dict:
         """Start an engine with these ``EngineArgs``; what its workers say of themselves.

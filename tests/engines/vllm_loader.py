@@ -2,21 +2,17 @@
 or after.
 
 Run by path, with the Python that has vLLM; imports nothing of this project but what lies beside it, and knows nothing
-of what is compared. A line on what was standard output says that it is ready; then a request is a line of JSON on
-standard input (the arguments of :meth:`FakeRank.parameters`), its answer a line of JSON. What vLLM prints goes to
-standard error. It ends when its input does.
+of what is compared. A request (`answering.py`) has the arguments of :meth:`FakeRank.parameters`.
 
 One process plays every rank: it is told that it is rank R of N, which is all that loading asks. The bytes are those
 of N processes (seen with gloo at TP 2).
 """
 
 import gc
-import json
 import os
-import sys
-import tempfile
-import traceback
+from collections.abc import Callable
 
+from answering import answer_requests
 from parameters import parameters_of
 
 os.environ |= {
@@ -31,19 +27,11 @@ os.environ |= {
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["VLLM_CACHE_ROOT"] = folder
+    def made(folder: str) -> Callable[..., dict]:
         rank = FakeRank(f"file://{folder}/gloo")
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            answer: dict
-            try:
-                answer = {"parameters": rank.parameters(**json.loads(line))}
-            except Exception:  # noqa: BLE001 - whatever the engine raises is the answer
-                answer = {"error": traceback.format_exc()}
-            print(json.dumps(answer), file=answers, flush=True)
+        return lambda **request: {"parameters": rank.parameters(**request)}
+
+    answer_requests(made)
 
 
 class FakeRank:

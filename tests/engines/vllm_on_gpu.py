@@ -1,36 +1,19 @@
 """The steps that differ where vLLM computes on a GPU, taken by real vLLM on a CPU: for each request, what parameters
 hold at the end by either way, and which of them are still mapped.
 
-A process as `vllm_loader.py`, which it builds on: a request is a line of JSON, its answer another. This one needs this
-project installed beside vLLM.
+A process as `vllm_loader.py`, which it builds on. This one needs this project installed beside vLLM.
 """
 
-import json
-import os
-import sys
-import tempfile
-import traceback
 from contextlib import nullcontext
 from typing import Any
 
 import vllm_loader
+from answering import answer_requests
 from parameters import parameters_of
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["VLLM_CACHE_ROOT"] = folder
-        rank = BoundRank(f"file://{folder}/gloo")
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            answer: dict
-            try:
-                answer = rank.both_ways(**json.loads(line))
-            except Exception:  # noqa: BLE001 - whatever the engine raises is the answer
-                answer = {"error": traceback.format_exc()}
-            print(json.dumps(answer), file=answers, flush=True)
+    answer_requests(lambda folder: BoundRank(f"file://{folder}/gloo").both_ways)
 
 
 class BoundRank(vllm_loader.FakeRank):  # type: ignore[misc]  # of this folder: found when it runs

@@ -20,10 +20,10 @@ import pytest
 
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import Daemon, ask, scripted_daemon
+from tests.support.eventually import eventually
 from tests.support.resources import anonymous_nbytes, more_descriptors_allowed, open_fds
 from weightcached.client import WeightSet, attach
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonNotReady
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import HEADER, PeerClosed
@@ -85,14 +85,6 @@ def _unharmed(served: Daemon, engine: Channel, held: tuple[int, int]) -> Iterato
     assert ask(engine, PING) == PONG, "the engine lost its lease"
     eventually(lambda: len(open_fds(served.pid)) == descriptors)
     assert anonymous_nbytes(served.pid) < memory_nbytes + MEMORY_SLACK_BYTES
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Look at another process until something holds: nothing announces what it has closed."""
-    deadline = Deadline.after(20)
-    while not holds():
-        assert not deadline.passed, "it never came to hold"
-        time.sleep(0.01)
 
 
 def lying(served: Daemon) -> LyingClient:

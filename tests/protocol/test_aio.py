@@ -171,17 +171,18 @@ def test_a_reused_number_gets_no_stale_event(run: Run) -> None:
         first.client.sendall(frame(PING)[:10])
         first.daemon.close()
         second_near, second_far = reuse(number)
-        hits: list[None] = []
-        loop.add_reader(number, hits.append, None)  # before the first one's tasks clean up
+        hit = asyncio.Event()
+        loop.add_reader(number, hit.set)  # before the first one's tasks clean up
         for task in (receiving, sending):
             with pytest.raises(ConnectionError):
                 await task
         first.client.close()
-        await asyncio.sleep(0.02)
-        assert hits == []
+        for _ in range(3):  # rounds of the loop, which looks for events in each
+            await asyncio.sleep(0)
+        assert not hit.is_set()
         second_near.send(b"x")
-        await asyncio.sleep(0.02)
-        assert hits, "the first one's clean-up took the second one's reader away"
+        async with asyncio.timeout(20):  # else the first one's clean-up took the second one's reader away
+            await hit.wait()
         loop.remove_reader(number)
         second_near.close()
         second_far.close()

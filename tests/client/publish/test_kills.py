@@ -18,7 +18,9 @@ from tests.support.daemons import TIMEOUT_S, Daemon
 from tests.support.groups import kill_and_wait, versions, waiting
 from tests.support.unprivileged import ROOT
 from weightcached.client.publish import publish, stage
-from weightcached.protocol.errors import DaemonUnreachable, WeightCacheError, WorkerDied
+from weightcached.client.publish.session import Publication
+from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import DaemonNotReady, DaemonUnreachable, WeightCacheError, WorkerDied
 
 TRAINER = """
 import sys
@@ -99,4 +101,28 @@ def test_one_rank_loses_its(
         push_with_a_kill()
     assert (versions(ranks), waiting(ranks)) == (before, [])
     version = publish(trained(model, 5.0 + rank), **where(ranks))
+    assert versions(ranks) == [version, version]
+
+
+def test_ranks_that_are_stopped_are_not_waited_for_beyond_the_deadline(ranks: list[Daemon], model: Path) -> None:
+    """Their keepers, too, which therefore do not say that the change was given up."""
+    before, tensors = versions(ranks), trained(model, 6.0)
+
+    def push_on(publication: Publication) -> None:
+        for name, tensor in [*tensors.items()] * 40:  # more than the buckets hold
+            publication.push(name, tensor)
+
+    with stage(**where(ranks)) as publication:
+        stopped = [*map(worker_at, ranks), *(psutil.Process(rank.report().pid) for rank in ranks)]
+        for push, process in zip(publication._begun * 2, stopped, strict=True):
+            push._deadline = Deadline.after(1.0)  # all but that has gone by
+            process.suspend()
+        try:
+            with pytest.raises(DaemonNotReady, match=r"worker has not taken.*host-tp.*worker is stopped"):
+                push_on(publication)
+        finally:
+            for process in stopped:
+                process.resume()
+    assert (versions(ranks), waiting(ranks)) == (before, [])
+    version = publish(tensors, **where(ranks))
     assert versions(ranks) == [version, version]

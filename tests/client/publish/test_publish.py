@@ -5,6 +5,9 @@ What engines read is compared with the naive reference over a checkpoint of the 
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from weightcached.client.control import rollback
 from weightcached.client.publish import publish, stage
 from weightcached.loader.reference import Reference
 from weightcached.protocol.config import build_config
-from weightcached.protocol.errors import PushMismatch, UpdateConflict
+from weightcached.protocol.errors import InvalidOption, PushMismatch, UpdateConflict
 
 BUCKETS = {"bucket_nbytes": 64 * 1024, "bucket_count": 2}
 
@@ -35,24 +38,29 @@ def where(ranks: list[Daemon]) -> dict[str, Any]:
     return {"runtime_dir": ranks[0].place.runtime_dir, "timeout_s": 120.0, **BUCKETS}
 
 
-def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], version: str, tmp_path: Path) -> None:
-    """Engines at both ranks get this version, and it is what a load of these tensors would be."""
-    directory = tmp_path / version.partition(":")[2][:16]
+def referenced(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], directory: Path) -> list[dict[str, bytes]]:
+    """Each rank's parameters, by name, as a load of these tensors would have them. Writes the checkpoint."""
     directory.mkdir()
     (directory / "config.json").write_bytes((ranks[0].model_dir / "config.json").read_bytes())
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    for rank, served in enumerate(ranks):
-        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank}
-        config = build_config(directory, **options)
-        runtime_dir = served.place.runtime_dir
-        with (
-            attach(served.model_dir, runtime_dir=runtime_dir, want="current", mode="require", **options) as weights,
-            Reference(directory, config) as reference,
-        ):
+    made = []
+    for rank in range(len(ranks)):
+        config = build_config(directory, layout="fused", tp_size=len(ranks), tp_rank=rank)
+        with Reference(directory, config) as reference:
+            made.append({name: raw(reference.parameter(name)) for name, _ in reference.missing(())})
+    return made
+
+
+def require_served(ranks: list[Daemon], tensors: Mapping[str, torch.Tensor], version: str, tmp_path: Path) -> None:
+    """Engines at both ranks get this version, and it is what a load of these tensors would be."""
+    expected = referenced(ranks, tensors, tmp_path / version.partition(":")[2][:16])
+    for rank, (served, parameters) in enumerate(zip(ranks, expected, strict=True)):
+        options: dict[str, Any] = {"layout": "fused", "tp_size": len(ranks), "tp_rank": rank, "mode": "require"}
+        with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want="current", **options) as weights:
             assert weights.version == version
-            assert list(reference.missing(set(weights))) == []
-            for name in weights:
-                assert raw(weights[name]) == raw(reference.parameter(name)), (rank, name)
+            assert weights.keys() == parameters.keys()
+            for name, tensor in weights.items():
+                assert raw(tensor) == parameters[name], (rank, name)
 
 
 def test_all_ranks_serve_what_was_published(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:
@@ -156,3 +164,65 @@ def test_a_tensor_may_change_when_push_returns(ranks: list[Daemon], model: Path,
             used_again.zero_()
         version = publication.commit()
     require_served(ranks, tensors, version, tmp_path)
+
+
+def test_nothing_is_pushed_before_the_block_after_its_commit_or_when_it_is_left(
+    ranks: list[Daemon], model: Path
+) -> None:
+    tensors = trained(model, 11.0)
+    publication = stage(**where(ranks))
+    with pytest.raises(ValueError, match="not begun, or is over"):
+        publication.push("model.norm.weight", tensors["model.norm.weight"])
+    with publication:
+        for name, tensor in tensors.items():
+            publication.push(name, tensor)
+        version = publication.commit()
+        with pytest.raises(ValueError, match="not begun, or is over"):
+            publication.commit()
+    with pytest.raises(ValueError, match="not begun, or is over"):
+        publication.boxes("model.norm.weight")
+    assert versions(ranks) == [version, version]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_nbytes": 0},
+        {"bucket_nbytes": 4096},
+        {"bucket_nbytes": 100_000},
+        {"bucket_count": 0},
+        {"bucket_count": 1 << 20},
+    ],
+    ids=str,
+)
+def test_buckets_that_no_daemon_takes_are_refused_before_one_is_asked(
+    options: dict[str, Any], runtime_dir: Path
+) -> None:
+    with pytest.raises(InvalidOption, match=rf"bucket.*expected: .*found: {next(iter(options.values()))}"):
+        stage(runtime_dir=runtime_dir, **options)
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises here."""
+
+
+def test_a_trainer_that_waits_for_another_s_change_may_be_interrupted(ranks: list[Daemon]) -> None:
+    """It leaves at once, and not when it could have begun."""
+    before, main = versions(ranks), threading.main_thread().ident
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main or 0, signal.SIGUSR1))
+    try:
+        with stage(**where(ranks)):
+            timer.start()
+            with pytest.raises(Interrupted):
+                stage(**where(ranks), wait=True).__enter__()
+            left_s = time.monotonic()
+        assert time.monotonic() - left_s < 60
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, handler)
+    assert (versions(ranks), waiting(ranks)) == (before, [])

