@@ -215,7 +215,6 @@ class Acquiring:
             generation = dataclasses.replace(generation, under_model=None)  # it is what the option says by now
         self._custody.adopted(generation, current=True)
         self._record.config = whole.config
-        self._record.model_path = generation.origin.model_dir
         return Adopted(generation, proven, standing.unproven)
 
     async def _require_wanted(self, whole: Whole) -> _Standing:
@@ -315,7 +314,6 @@ class Acquiring:
         record, options = self._record, self._options
         record.progress.update("resolve")
         origin = await self._finding.origin()
-        record.model_path = origin.model_dir
         request = await self._finding.request(origin, snapshot=options.snapshot)
         record.config = request.config
         record.changes.announce()  # clients of another config need not wait for the load

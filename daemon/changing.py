@@ -20,10 +20,12 @@ from typing import Any
 from weightcached.daemon.change_custody import ChangeCustody
 from weightcached.daemon.freeing import Freeing
 from weightcached.daemon.generation import Generation
+from weightcached.daemon.loading import ServedAlready
 from weightcached.daemon.making import Make, Making
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import unexpected
 from weightcached.daemon.state_record import PreparedRecord
 from weightcached.daemon.states import SERVING, State
 from weightcached.protocol.control import ChangeInfo, FromCheckpoint, FromHeld, FromTrainer, Prepare
@@ -166,13 +168,7 @@ class Changing:
             self._fail(error)
         except Exception as error:
             log.exception("a change met an error of ours")
-            self._fail(
-                InternalError(
-                    "the change met an error that the daemon did not expect",
-                    found=f"{type(error).__name__}: {error}",
-                    next_step="see the daemon's log for the traceback, and report it",
-                )
-            )
+            self._fail(unexpected(error))
         finally:
             self._settle()
 
@@ -184,42 +180,58 @@ class Changing:
             self._record.machine.move(State.READY)
 
     async def _prepare(self, asked: Prepare) -> None:
-        source = asked.source
+        source, served = asked.source, self.require_serving()
         if isinstance(source, FromHeld):
-            found = self._record.generations.of_version(source.version)
-            if found is None:
-                raise GenerationGone(
-                    "no generation of this version is held here",
-                    expected=source.version,
-                    found=", ".join(one.generation.version for one in self._record.generations.granted),
-                    next_step="update to its checkpoint instead",
-                )
-            waiting = _waiting(asked, found.generation)
-            self._changes.prepare_held(waiting)
+            waiting = self._held(asked, self._of_version(source.version))
         else:
-            generation = await self._made(source)
             try:
-                waiting = _waiting(asked, generation)
-                await self._making.check(generation, self.require_serving())
-                await self._making.entrust(generation, waiting)
-                self._publishing.hold(generation, ProvenReceipts(), staged=True)
-            except BaseException:
-                await generation.free()
-                raise
+                made = await self._made(source, served)
+            except ServedAlready:
+                log.info("served already", extra={"generation": served.id})
+                waiting = self._held(asked, served)
+            else:
+                waiting = await self._entrusted(asked, made, served)
         self._record.generations.prepared = waiting.generation
-        self._record.last_error = None
         self._ended("prepared", generation=waiting.generation)
 
-    async def _made(self, source: FromCheckpoint | FromTrainer) -> Generation:
+    def _of_version(self, version: str) -> Generation:
+        found = self._record.generations.of_version(version)
+        if found is None:
+            raise GenerationGone(
+                "no generation of this version is held here",
+                expected=version,
+                found=", ".join(one.generation.version for one in self._record.generations.granted),
+                next_step="update to its checkpoint instead",
+            )
+        return found.generation
+
+    def _held(self, asked: Prepare, generation: Generation) -> PreparedRecord:
+        """Prepared without being made: it is held already."""
+        waiting = _waiting(asked, generation)
+        self._changes.prepare_held(waiting)
+        return waiting
+
+    async def _entrusted(self, asked: Prepare, made: Generation, served: Generation) -> PreparedRecord:
+        """Prepared: verified, and in the vault. What was made is freed where that fails."""
+        waiting = _waiting(asked, made)
+        try:
+            await self._making.check(made, served)
+            await self._making.entrust(made, waiting)
+            self._publishing.hold(made, ProvenReceipts(), staged=True)
+        except BaseException:
+            await made.free()
+            raise
+        return waiting
+
+    async def _made(self, source: FromCheckpoint | FromTrainer, served: Generation) -> Generation:
         if isinstance(source, FromCheckpoint):
-            return await self._making.loaded(source, self.require_serving().config)
+            return await self._making.loaded(source, served)
         if self._pushed is None:
             raise InternalError("a change without a source")
         return await self._making.pushed(self._pushed[1])
 
     def _fail(self, error: WeightCacheError) -> None:
         log.error("the change failed", extra={"code": error.code, "reason": str(error)})
-        self._record.last_error = error
         self._ended("failed", error=error)
 
     def _ended(self, state: str, *, generation: str | None = None, error: WeightCacheError | None = None) -> None:
@@ -246,7 +258,8 @@ class Changing:
         """
         prepared = self.prepared
         if prepared is None or prepared.transaction != decision.transaction:
-            if decision.outcome is Outcome.ABORTED:
+            # What is committed was prepared everywhere: a command that came late has it made here once more.
+            if decision.outcome not in (Outcome.OPEN, Outcome.UNKNOWN):
                 await self._stop_preparing(decision.transaction)
             return
         try:
@@ -268,6 +281,7 @@ class Changing:
         generations = self._record.generations
         generations.prepared = None
         generations.keep = self._record.options.keep_generations if waiting.keep is None else waiting.keep
+        self._record.last_error = None  # it was about what was served until now
         self._publishing.switch(waiting.generation)
         self._ended("committed", generation=waiting.generation)
         self._freeing.wake()

@@ -9,7 +9,6 @@ said unasked.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -22,14 +21,13 @@ from weightcached.daemon.generation import Generation
 from weightcached.daemon.in_flight import InFlight, NoRoom
 from weightcached.daemon.leases import Lease
 from weightcached.daemon.record import Record
-from weightcached.daemon.refusals import refusal
+from weightcached.daemon.refusals import refusal, unexpected
 from weightcached.daemon.snapshot import report
 from weightcached.daemon.states import State
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.errors import (
     ContractError,
     DaemonNotReady,
-    InternalError,
     ProtocolError,
     UntrustedClient,
     WeightCacheError,
@@ -107,7 +105,7 @@ class Connection:
                 await self._last_word(error)
             except Exception as error:
                 log.exception("a request met an error of ours", extra={"peer": str(self.peer)})
-                await self._last_word(_internal(error))
+                await self._last_word(unexpected(error))
             finally:
                 self.busy = False
                 self._channel.close()
@@ -317,20 +315,6 @@ def say_at_once(connection: socket.socket, message: Refused | Event) -> bool:
     except OSError as error:
         log.debug("something said at once did not arrive", extra={"reason": repr(error)})
         return False
-
-
-def _internal(error: Exception) -> WeightCacheError:
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return DaemonNotReady(
-            "the daemon has no descriptor left to give",
-            found=error.strerror,
-            next_step="wait for other engines to attach, or raise the daemon's limit on open files",
-        )
-    return InternalError(
-        "the daemon met an error it did not expect",
-        found=f"{type(error).__name__}: {error}",
-        next_step="see the daemon's log for the traceback, and report it",
-    )
 
 
 def _fields(connection: Connection, asked: Hello | Resume) -> dict[str, object]:

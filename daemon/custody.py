@@ -19,17 +19,11 @@ from dataclasses import dataclass
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.generation import Generation
 from weightcached.daemon.holdings import LISTENER_NAME, STATE_NAME, Holdings, Parts, stored_names
+from weightcached.daemon.kept_state import opened_state, record_of
 from weightcached.daemon.listen_fds import HandedOver
-from weightcached.daemon.state_record import (
-    PROVEN_MAX,
-    BoundSocket,
-    GenerationRecord,
-    ReceiptsRecord,
-    StateFile,
-    StateRecord,
-)
+from weightcached.daemon.state_record import PROVEN_MAX, BoundSocket, GenerationRecord, StateFile, StateRecord
 from weightcached.daemon.vault import Keeping, Vault
-from weightcached.protocol.errors import InsufficientMemory, InternalError, TransferError
+from weightcached.protocol.errors import InsufficientMemory, InternalError
 
 ATTEMPTS_MAX = 3
 """Adoptions that may fail in a row (the keeper was killed, or crashed); then what was looked at is quarantined."""
@@ -65,7 +59,7 @@ class Custody:
     async def open(cls, vault: Vault, handed: HandedOver) -> Custody:
         """Take over what was handed over, and count this start in the state. Raises nothing for whatever came."""
         holdings = Holdings.of(handed)
-        state = await _open_state(vault, holdings)
+        state = await opened_state(vault, holdings)
         custody = cls(vault, holdings, state)
         custody._count_start()
         await custody._remove_strangers()
@@ -96,8 +90,9 @@ class Custody:
 
     @property
     def record_lost(self) -> bool:
-        """Whether the state has not come back: nothing says what the generations that did were to each other."""
-        return self.record.starts == 1
+        """Whether the state has not come back, for us or for a keeper before us that has served nothing: nothing says
+        what the generations that did were to each other."""
+        return self.record.after_loss
 
     @property
     def outlives_stop(self) -> bool:
@@ -125,6 +120,7 @@ class Custody:
             attempts += 1
         self.change(
             vault_id=record.vault_id or secrets.token_hex(16),
+            after_loss=record.after_loss or (record.vault_id is None and bool(came)),
             starts=record.starts + 1,
             adoption_attempts=attempts,
             examining=examining,
@@ -189,7 +185,7 @@ class Custody:
             await self.retire()  # there may be room for one only, and this one replaces the others
             keeping = await self.store(generation)
         if keeping.state not in ("dropped", "none"):
-            self.change(current=generation.id)
+            self.change(current=generation.id, after_loss=False)
 
     async def store(self, generation: Generation, *, staged: bool = False) -> Keeping:
         """Record a generation and put it into the vault, whole or not at all; says how it is kept.
@@ -230,7 +226,8 @@ class Custody:
         others = tuple(recorded if one.id == generation.id else one for one in record.generations)
         generations = others if known is not None else (*others, recorded)
         if current:
-            self.change(generations=generations, current=generation.id, adoptions=record.adoptions + 1)
+            adoptions = record.adoptions + 1
+            self.change(generations=generations, current=generation.id, adoptions=adoptions, after_loss=False)
         else:
             self.change(generations=generations)
 
@@ -331,53 +328,3 @@ class Custody:
             self.require_room(nbytes=0, **changes)
             record = record.without_history()
         self._state.write(record)
-
-
-async def _open_state(vault: Vault, holdings: Holdings) -> StateFile:
-    """The state that came back; repaired where nothing in it is valid; a new one where none came."""
-    opened = []
-    for name, fd in holdings.states:
-        try:
-            opened.append(StateFile.open(fd))
-        except TransferError as error:
-            log.error("the state in the vault cannot be used", extra={"name_in_vault": name, "reason": str(error)})
-        else:
-            holdings.take(fd)
-    best = max(opened, key=lambda one: one.sequence, default=None)
-    for other in opened:
-        if other is not best:
-            other.close()
-    if best is not None and best.damage is not None:
-        log.error("the state in the vault is damaged: going on without it", extra={"reason": best.damage})
-    if best is not None and len(holdings.states) == 1:
-        return best
-    if holdings.states:
-        await vault.forget({name for name, _ in holdings.states})
-    chosen = best or StateFile.create()
-    await vault.store([(STATE_NAME, chosen.fd)])
-    return chosen
-
-
-def record_of(generation: Generation, known: GenerationRecord | None = None) -> GenerationRecord:
-    """What the next keeper has to know about it. ``known``: what was recorded before."""
-    receipts = generation.receipts
-    return GenerationRecord(
-        id=generation.id,
-        manifest_sha256=generation.manifest_sha256,
-        manifest_nbytes=generation.manifest_nbytes,
-        segments_nbytes=generation.segments_nbytes,
-        resident_nbytes=generation.resident_nbytes,
-        bytes_read=generation.bytes_read,
-        accounting=generation.accounting,
-        receipts=ReceiptsRecord(sha256=receipts.sha256, trusted=receipts.trusted, rule=receipts.rule),
-        digest=generation.digest,
-        provenance=generation.provenance,
-        seconds=generation.seconds,
-        model_dir=generation.origin.model_dir,
-        hub_id=generation.origin.hub_id,
-        engine_inputs=generation.engine_inputs,
-        proven_receipts=known.proven_receipts if known is not None else (),
-        under_model=generation.under_model,
-        pushed_by=generation.pushed_by,
-        staged=known.staged if known is not None else False,
-    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import unexpected
 from weightcached.daemon.snapshot import report
 from weightcached.daemon.states import State
 from weightcached.protocol.deadline import Deadline
@@ -49,8 +50,9 @@ class Endpoint:
                 await asyncio.Event().wait()
             finally:
                 await server.close()
-        except Exception:
+        except Exception as error:
             log.exception("metrics met an error of ours: weights are served without them")
+            self._record.last_error = unexpected(error)
 
     def _make(self) -> HttpServer:
         """Imports what is not needed before the keeper has bound its socket, in a thread so that no client waits."""

@@ -144,6 +144,18 @@ class Generation:
     def evidence(self) -> Evidence:
         return Evidence(self.digest, self.receipts, self.provenance.path)
 
+    @property
+    def came_from(self) -> str:
+        """For people: who pushed it, or else the hub id or the directory that it was loaded from."""
+        if self.pushed_by is not None:
+            return f"pushed by {self.pushed_by}"
+        return self.origin.hub_id or self.origin.model_dir
+
+    def is_of(self, origin: Origin, receipts: CheckpointReceipts) -> bool:
+        """Whether files that lie there with these receipts are seen to be those that it came from."""
+        trusted = self.receipts.trusted and receipts.trusted
+        return trusted and self.origin == origin and self.receipts.sha256 == receipts.sha256
+
     def with_digest(self, digest: str) -> Generation:
         """The same memory, its content digest now known."""
         return dataclasses.replace(self, digest=digest)

@@ -26,6 +26,7 @@ from weightcached.daemon.progress import Changes, ProgressTracker, display_for
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.publishing import Publishing
 from weightcached.daemon.record import Limits, Record
+from weightcached.daemon.refusals import unexpected
 from weightcached.daemon.server import Server
 from weightcached.daemon.signs import Signs
 from weightcached.daemon.states import IllegalTransition, State, StateMachine
@@ -250,13 +251,7 @@ class Keeper:
             raise
         except Exception as error:
             log.exception("loading met an error of ours")
-            self._fail(
-                InternalError(
-                    "loading met an error that the daemon did not expect",
-                    found=f"{type(error).__name__}: {error}",
-                    next_step="see the daemon's log for the traceback, and report it",
-                )
-            )
+            self._fail(unexpected(error))
 
     def _fail(self, error: WeightCacheError) -> None:
         self._record.last_error = error

@@ -1,9 +1,8 @@
-"""One attempt to load: has a worker fill segments, and turns what it reports into a generation, or into an error.
+"""One attempt to load: has a worker fill segments out of a checkpoint, and turns what it reports into a generation, or
+into an error.
 
-Owns the order of the exchange (``worker_messages.py``), admission, allocation and sealing of segments; the process
-itself is ``worker_process.py``'s. Publishing is the keeper's: nothing is visible to anybody before :func:`load` has
-returned, and a segment is sealed only after the worker said that all of it is filled. Knows nothing of how shards are
-made.
+Owns what the files say about the content, and admission; the exchange with the worker is ``filling.py``'s. Publishing
+is the keeper's: nothing is visible to anybody before :func:`load` has returned. Knows nothing of how shards are made.
 """
 
 from __future__ import annotations
@@ -11,37 +10,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin, sha256_of
-from weightcached.daemon.patience import in_thread
+from weightcached.daemon.filling import Filling, Identity, admitted, started_filling
+from weightcached.daemon.generation import CheckpointReceipts, Generation, Origin
 from weightcached.daemon.progress import ProgressTracker
-from weightcached.daemon.worker_process import TransientFailure, started_worker
+from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.config import CacheConfig, Provenance
 from weightcached.protocol.content import version_of
-from weightcached.protocol.errors import (
-    DeploymentError,
-    InsufficientMemory,
-    ProtocolError,
-    SnapshotMismatch,
-    TransferError,
-)
-from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.manifest import MANIFEST_MAX_BYTES
-from weightcached.protocol.memory import host, names
-from weightcached.protocol.memory.admission import Room
-from weightcached.protocol.memory.kinds import MemoryKind, kind_of
-from weightcached.protocol.worker_messages import (
-    Done,
-    Job,
-    LoadStrategy,
-    Memory,
-    Planned,
-)
+from weightcached.protocol.errors import DeploymentError, SnapshotMismatch
+from weightcached.protocol.transaction import Versions
+from weightcached.protocol.worker_messages import LoadStrategy, Memory, Planned
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +48,12 @@ class LoadRequest:
     """Processors and disk go to everybody else first: engines compute with what is served meanwhile."""
     make_room: Callable[[], Awaitable[bool]] | None = None
     """Gives back some memory that is not needed; whether there was any. Asked as long as the shard does not fit."""
+    served: Generation | None = None
+    """What is served: where the files are seen to be those that it came from, nothing is loaded."""
+
+
+class ServedAlready(Exception):
+    """The files are those that ``served`` of the request came from, and nothing was read or allocated."""
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
@@ -74,7 +61,7 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 
     Raises TransientFailure (the worker died, or said that trying again may help, or no descriptor is left, but clients
     may give some back) or the error of a permanent cause. Cancelled or failed, the worker is gone and its memory closed
-    when this returns.
+    when this returns. ServedAlready where ``request.served`` came from these files.
     """
     try:
         return await _loaded(request, progress)
@@ -91,110 +78,58 @@ async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:
 
 
 async def _loaded(request: LoadRequest, progress: ProgressTracker) -> Generation:
-    generation_id, kind = secrets.token_hex(16), kind_of(request.config)
-    progress.update("start worker")
-    async with started_worker(yields=request.yields) as worker:
-        await worker.send(
-            Job(
-                model_dir=request.origin.model_dir,
-                config=request.config.model_dump(),
-                generation=generation_id,
-                keeper_pid=os.getpid(),
-                trusted_filesystems=request.trusted_filesystems,
-                snapshot=None if request.snapshot is None else os.fspath(request.snapshot),
-                strategy=request.strategy,
-                engine_arguments=request.engine_arguments,
-            )
-        )
-        planned, none = await worker.receive(progress)
-        none.close()
-        if not isinstance(planned, Planned):
-            raise out_of_turn(planned, expected="Planned")
-        room = await admitted(kind, planned.segments_nbytes, request.make_room)
-        log.info(
-            "planned",
-            extra={
-                "segments_nbytes": list(planned.segments_nbytes),
-                "bytes_to_read": planned.bytes_to_read,
-                "free_nbytes": room.free_nbytes,
-                "tightest_limit": room.source,
-                "receipts_trusted": planned.receipts_trusted,
-                "receipts_rule": planned.receipts_rule,
-            },
+    async with started_filling(request.config, progress, yields=request.yields) as filling:
+        planned = await filling.plan(
+            request.origin.model_dir,
+            trusted_filesystems=request.trusted_filesystems,
+            snapshot=None if request.snapshot is None else os.fspath(request.snapshot),
+            strategy=request.strategy,
+            engine_arguments=request.engine_arguments,
         )
         receipts, digest = _content(planned, request)
-        with OwnedFds() as memory:
-            for number, nbytes in enumerate(planned.segments_nbytes):
-                name = names.segment_name(generation_id, number)
-                await in_thread(partial(allocate, memory, kind, nbytes, name))
-            rankless = request.config.rankless_fingerprint
-            # Where no file was seen, ranks have the digest to compare from the start.
-            stands_in = None if receipts.known else digest
-            receipts_version = version_of(rankless, digest=stands_in, receipts=receipts.sha256)
-            await worker.send(
-                Memory(
-                    version=version_of(rankless, digest=digest, receipts=receipts.sha256),
-                    receipts_version=receipts_version,
-                    digest=digest,
-                ),
-                list(memory),
-            )
-            done, manifest = await worker.receive(progress)
-            with manifest:
-                if not isinstance(done, Done):
-                    raise out_of_turn(done, expected="Done")
-                check_manifest(done, manifest)
-                progress.update("seal")
-                await worker.seal(memory, kind)
-                sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
-                holder = worker.stay(memory) if kind.dies_with_holder else None
-                # The worker has said all it had to say: the block's end ends one that does not stay, and nobody waits
-                # for its exit.
-                return Generation(
-                    id=generation_id,
-                    config=request.config,
-                    memory=OwnedFds([manifest.take(0), *memory.take_all()]),
-                    holder=holder,
-                    manifest_nbytes=done.manifest_nbytes,
-                    manifest_sha256=sha256,
-                    segments_nbytes=planned.segments_nbytes,
-                    resident_nbytes=sum(map(kind.resident_nbytes, planned.segments_nbytes)),
-                    bytes_read=done.bytes_read,
-                    bytes_kept=done.bytes_kept,
-                    accounting=planned.accounting,
-                    receipts=receipts,
-                    receipts_version=receipts_version,
-                    digest=digest,
-                    provenance=request.provenance,
-                    origin=request.origin,
-                    seconds=done.seconds,
-                    engine_inputs=request.engine_inputs,
-                )
+        if request.served is not None and request.served.is_of(request.origin, receipts):
+            raise ServedAlready(f"generation {request.served.id}")
+        await _admit(filling, planned, request)
+        await filling.allocate(planned)
+        versions = _versions(request.config, receipts, digest)
+        await filling.hand_over(
+            Memory(version=versions.version, receipts_version=versions.receipts_version, digest=digest)
+        )
+        identity = Identity(
+            config=request.config,
+            receipts=receipts,
+            receipts_version=versions.receipts_version,
+            digest=digest,
+            provenance=request.provenance,
+            origin=request.origin,
+            engine_inputs=request.engine_inputs,
+        )
+        return await filling.sealed(planned, lambda done: identity)
 
 
-async def admitted(
-    kind: MemoryKind,
-    segments_nbytes: Sequence[int],
-    make_room: Callable[[], Awaitable[bool]] | None,
-) -> Room:
-    """Measured, again after each time that something was given back. Raises InsufficientMemory."""
-    nbytes = sum(map(kind.resident_nbytes, segments_nbytes))
-    while True:
-        try:
-            return await in_thread(partial(kind.admit, nbytes))
-        except InsufficientMemory:
-            if make_room is None or not await make_room():
-                raise
+async def _admit(filling: Filling, planned: Planned, request: LoadRequest) -> None:
+    room = await admitted(filling.kind, planned.segments_nbytes, request.make_room)
+    log.info(
+        "planned",
+        extra={
+            "segments_nbytes": list(planned.segments_nbytes),
+            "bytes_to_read": planned.bytes_to_read,
+            "free_nbytes": room.free_nbytes,
+            "tightest_limit": room.source,
+            "receipts_trusted": planned.receipts_trusted,
+            "receipts_rule": planned.receipts_rule,
+        },
+    )
 
 
-def allocate(memory: OwnedFds, kind: MemoryKind, nbytes: int, name: str) -> None:
-    """Into ``memory`` at once: whoever asked may have been told to stop, and would drop what is only returned."""
-    memory.append(kind.allocate(nbytes, name=name))
-
-
-def out_of_turn(message: Planned | Done, *, expected: str) -> ProtocolError:
-    """A worker that has said ``message`` instead."""
-    return ProtocolError("the worker spoke out of turn", expected=expected, found=type(message).__name__)
+def _versions(config: CacheConfig, receipts: CheckpointReceipts, digest: str | None) -> Versions:
+    rankless = config.rankless_fingerprint
+    # Where no file was seen, ranks have the digest to compare from the start.
+    stands_in = None if receipts.known else digest
+    return Versions(
+        version_of(rankless, digest=digest, receipts=receipts.sha256),
+        version_of(rankless, digest=stands_in, receipts=receipts.sha256),
+    )
 
 
 def _content(planned: Planned, request: LoadRequest) -> tuple[CheckpointReceipts, str | None]:
@@ -230,12 +165,3 @@ def _receipts(planned: Planned) -> CheckpointReceipts:
         rule = "the files were written less than two seconds before they were read"
         return CheckpointReceipts(planned.receipts, trusted=False, rule=rule)
     return CheckpointReceipts(planned.receipts, trusted=planned.receipts_trusted, rule=planned.receipts_rule)
-
-
-def check_manifest(done: Done, manifest: OwnedFds) -> None:
-    """Raises TransferError unless the one descriptor that came with ``done`` is a manifest's."""
-    if len(manifest) != 1:
-        raise TransferError("the worker's report lacks the manifest", expected="1 descriptor", found=len(manifest))
-    if done.manifest_nbytes > MANIFEST_MAX_BYTES:
-        raise TransferError("the manifest is too large", expected=MANIFEST_MAX_BYTES, found=done.manifest_nbytes)
-    host.verify(manifest[0], nbytes=done.manifest_nbytes, what="the manifest")

@@ -22,7 +22,6 @@ from weightcached.daemon.state_record import PreparedRecord
 from weightcached.daemon.text import binary_size
 from weightcached.daemon.verifying import verify
 from weightcached.daemon.worker_process import TransientFailure
-from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.control import FromCheckpoint
 from weightcached.protocol.errors import DaemonNotReady, InsufficientMemory, ManagerUnreachable
 
@@ -41,20 +40,20 @@ class Making:
         self._freeing = freeing
         self._finding = finding
 
-    async def loaded(self, source: FromCheckpoint, config: CacheConfig) -> Generation:
-        """Loaded beside what is served, in a worker. ``config`` is of what is served, and compared before anything is
-        read.
+    async def loaded(self, source: FromCheckpoint, served: Generation) -> Generation:
+        """Loaded beside what is ``served``, in a worker; configs are compared before anything is read. Raises
+        ServedAlready where it came from these very files.
         """
         self._record.progress.update("resolve")
         request = await self._finding.request(Origin.of(source.model_dir, hub_id=source.hub_id))
         require_same_config(
-            config,
+            served.config,
             request.config,
             message="the weights that are served cannot be changed for these: they are of another configuration",
             next_step="serve these under another --name, or restart the daemons with them",
         )
         started_s = time.monotonic()
-        request = dataclasses.replace(request, yields=True, make_room=self._freeing.make_room)
+        request = dataclasses.replace(request, yields=True, make_room=self._freeing.make_room, served=served)
         while True:
             try:
                 made = await load(request, self._record.progress)

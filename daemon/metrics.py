@@ -53,7 +53,7 @@ _GAUGES: dict[str, tuple[str, _Reading]] = {
     "heartbeat_age_seconds": ("Since the most silent engine was heard; 0 without any.", lambda r: r.heartbeat_age_s),
     "proven": ("1 when the files on disk were seen to be what is served.", lambda r: r.proven),
     "adoption_attempts": (
-        "Adoptions begun since the last one that ended; at three what came back is quarantined.",
+        "Adoptions begun since the last one that ended; at three the generation that was looked at is quarantined.",
         lambda r: r.adoption_attempts,
     ),
     "adoption_seconds": (

@@ -111,7 +111,6 @@ class Publishing:
 
     def _announce(self, generation: Generation, *, adopted: bool) -> None:
         record = self._record
-        record.model_path = generation.origin.model_dir
         record.progress.update("ready")
         log.info(
             "published",

@@ -1,32 +1,27 @@
 """One generation that a trainer fills: a worker is run as for a load, and a trainer's end of it is handed out.
 
-Owns the order: job and socket → plan → admission, buckets counted → memory → hand-over → manifest → sealing. The bulk
-goes from the trainer to the worker; nothing of it is seen here. As in ``loading.py`` nothing is visible to anybody
-before this has returned.
+Owns what is the trainer's: the socket that goes with the job, buckets, which are counted at admission, and the version
+that is assigned; the exchange with the worker is ``filling.py``'s. The bulk goes from the trainer to the worker, and
+nothing of it is seen here. As in ``loading.py`` nothing is visible to anybody before this has returned.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 from weightcached.daemon.buckets import make_bucket
-from weightcached.daemon.generation import CheckpointReceipts, Generation, sha256_of
-from weightcached.daemon.loading import admitted, allocate, check_manifest, out_of_turn
-from weightcached.daemon.patience import in_thread
+from weightcached.daemon.filling import Filling, Identity, admitted, started_filling
+from weightcached.daemon.generation import CheckpointReceipts, Generation
 from weightcached.daemon.progress import ProgressTracker
-from weightcached.daemon.worker_process import Worker, started_worker
 from weightcached.protocol.assigned import is_assigned
 from weightcached.protocol.errors import ProtocolError
 from weightcached.protocol.fds import OwnedFds
-from weightcached.protocol.memory import host, names
+from weightcached.protocol.memory import host
 from weightcached.protocol.messages import Stage, Staged
-from weightcached.protocol.worker_messages import Done, Job, Memory, Planned, Push
+from weightcached.protocol.worker_messages import Done, Memory, Planned, Push
 
 _RULE = "the weights were pushed: there are no files that receipts could be of"
 
@@ -55,84 +50,39 @@ async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over
     closed when this returns.
     """
     base, stage = request.base, request.stage
-    generation_id, kind = secrets.token_hex(16), base.kind
-    progress.update("start worker")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with ours, theirs, OwnedFds() as memory, OwnedFds() as buckets:
-        async with started_worker() as worker:
-            planned = await _plan(worker, request, generation_id, theirs, progress)
+    with ours, theirs, OwnedFds() as buckets:
+        async with started_filling(base.config, progress) as filling:
+            planned = await _plan(filling, request, theirs)
             await _admit(request, planned.segments_nbytes)
-            for number, size in enumerate(planned.segments_nbytes):
-                name = names.segment_name(generation_id, number)
-                await in_thread(partial(allocate, memory, kind, size, name))
+            await filling.allocate(planned)
             for _ in range(stage.bucket_count):
                 buckets.append(make_bucket(stage.bucket_nbytes))
-            await _give_memory(worker, base, memory, buckets)
+            await _give_memory(filling, base, buckets)
             progress.update("push weights", bytes_done=0, bytes_total=planned.bytes_to_read)
             staged = Staged(
-                generation=generation_id,
+                generation=filling.generation_id,
                 base_version=base.receipts_version,
                 bucket_nbytes=stage.bucket_nbytes,
                 bucket_count=stage.bucket_count,
             )
             hand_over(staged, OwnedFds([ours.detach(), *buckets.take_all()]))
-            done, manifest = await worker.receive(progress)
-            with manifest:
-                version = _assigned(done)
-                if not isinstance(done, Done):
-                    raise out_of_turn(done, expected="Done")
-                check_manifest(done, manifest)
-                progress.update("seal")
-                await worker.seal(memory, kind)
-                sha256 = await sha256_of(manifest[0], nbytes=done.manifest_nbytes)
-                holder = worker.stay(memory) if kind.dies_with_holder else None
-                return Generation(
-                    id=generation_id,
-                    config=base.config,
-                    manifest_sha256=sha256,
-                    holder=holder,
-                    memory=OwnedFds([manifest.take(0), *memory.take_all()]),
-                    manifest_nbytes=done.manifest_nbytes,
-                    segments_nbytes=planned.segments_nbytes,
-                    resident_nbytes=sum(map(kind.resident_nbytes, planned.segments_nbytes)),
-                    bytes_read=0,
-                    bytes_kept=done.bytes_kept,
-                    accounting=planned.accounting,
-                    receipts=CheckpointReceipts.unknown(_RULE),
-                    receipts_version=version,
-                    digest=None,
-                    provenance=base.provenance,
-                    origin=base.origin,
-                    seconds=done.seconds,
-                    engine_inputs=base.engine_inputs,
-                    pushed_by=stage.name,
-                )
+            return await filling.sealed(planned, lambda done: _identity(request, done))
 
 
-async def _plan(
-    worker: Worker, request: PushRequest, generation_id: str, theirs: socket.socket, progress: ProgressTracker
-) -> Planned:
+async def _plan(filling: Filling, request: PushRequest, theirs: socket.socket) -> Planned:
     base, stage = request.base, request.stage
     with OwnedFds([host.export(base.memory[0])]) as kept:
         if request.partial:
             for segment in base.segments:
                 kept.append(base.kind.export(segment))
-        await worker.send(
-            Job(
-                model_dir=base.origin.model_dir,
-                config=base.config.model_dump(),
-                generation=generation_id,
-                keeper_pid=os.getpid(),
-                trusted_filesystems=request.trusted_filesystems,
-                push=Push(partial=request.partial, bucket_nbytes=stage.bucket_nbytes, bucket_count=stage.bucket_count),
-            ),
-            [theirs.fileno(), *kept],
+        planned = await filling.plan(
+            base.origin.model_dir,
+            trusted_filesystems=request.trusted_filesystems,
+            push=Push(partial=request.partial, bucket_nbytes=stage.bucket_nbytes, bucket_count=stage.bucket_count),
+            fds=[theirs.fileno(), *kept],
         )
     theirs.close()  # the worker's end is the only one from here on: its death is seen by the trainer, too
-    planned, none = await worker.receive(progress)
-    none.close()
-    if not isinstance(planned, Planned):
-        raise out_of_turn(planned, expected="Planned")
     return planned
 
 
@@ -150,16 +100,26 @@ async def _admit(request: PushRequest, segments_nbytes: tuple[int, ...]) -> None
     log.info("planned", extra=extra)
 
 
-async def _give_memory(worker: Worker, base: Generation, memory: OwnedFds, buckets: OwnedFds) -> None:
-    with OwnedFds([host.export(buckets[number]) for number in range(len(buckets))]) as readable:
-        await worker.send(
-            Memory(version=base.version, receipts_version=base.receipts_version, digest=None),
-            [*memory, *readable],
+async def _give_memory(filling: Filling, base: Generation, buckets: OwnedFds) -> None:
+    with OwnedFds() as readable:
+        for bucket in buckets:
+            readable.append(host.export(bucket))
+        await filling.hand_over(
+            Memory(version=base.version, receipts_version=base.receipts_version, digest=None), list(readable)
         )
 
 
-def _assigned(done: Planned | Done) -> str:
-    version = done.assigned_version if isinstance(done, Done) else None
+def _identity(request: PushRequest, done: Done) -> Identity:
+    base, version = request.base, done.assigned_version
     if version is None or not is_assigned(version):
         raise ProtocolError("the worker took what was pushed without a version of its own", found=version)
-    return version
+    return Identity(
+        config=base.config,
+        receipts=CheckpointReceipts.unknown(_RULE),
+        receipts_version=version,
+        digest=None,
+        provenance=base.provenance,
+        origin=base.origin,
+        engine_inputs=base.engine_inputs,
+        pushed_by=request.stage.name,
+    )

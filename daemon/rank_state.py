@@ -37,14 +37,12 @@ def generation_infos(record: Record) -> tuple[GenerationInfo, ...]:
 
 def _info(record: Record, published: Published, leases: int) -> GenerationInfo:
     generation, held = published.generation, record.generations
-    from_files = generation.origin.hub_id or generation.origin.model_dir
-    origin = from_files if generation.pushed_by is None else f"pushed by {generation.pushed_by}"
     return GenerationInfo(
         generation=generation.id,
         version=generation.version,
         receipts_version=generation.receipts_version,
         standing=held.standing(generation.id),
-        origin=shortened(origin)[:_ORIGIN_MAX_CHARACTERS],
+        origin=shortened(generation.came_from)[:_ORIGIN_MAX_CHARACTERS],
         digest=generation.digest,
         resident_nbytes=generation.resident_nbytes,
         leases=leases,

@@ -64,7 +64,7 @@ Tell = Callable[[Message, Sequence[int]], Awaitable[None]]
 @dataclass(kw_only=True)
 class Record:
     """``config`` and ``published`` are ``None`` until they are known; ``last_error`` is the last that kept us from
-    serving, or from a change.
+    serving what was asked for. Why a change failed is the change's own, and told to whoever began it.
     """
 
     options: ServeOptions
@@ -95,7 +95,6 @@ class Record:
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """Says "same run of the keeper"."""
     started_s: float = field(default_factory=time.monotonic)
-    model_path: str | None = None
     config: CacheConfig | None = None
     last_error: WeightCacheError | None = None
     events: Events = field(init=False)

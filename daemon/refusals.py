@@ -1,17 +1,24 @@
-"""How an error becomes a ``Refused`` frame. The way back is ``errors.error_from``.
+"""How an error becomes a ``Refused`` frame (the way back is ``errors.error_from``), and one of ours one of the tree.
 
 Pure. Keeps every text within the limits of a frame, so that an answer about an error cannot itself fail.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
 import msgpack
 
 from weightcached.protocol.config import CacheConfig, abbreviated, differing_entries
-from weightcached.protocol.errors import CacheConfigMismatch, ProtocolError, WeightCacheError
+from weightcached.protocol.errors import (
+    CacheConfigMismatch,
+    DaemonNotReady,
+    InternalError,
+    ProtocolError,
+    WeightCacheError,
+)
 from weightcached.protocol.messages import DifferingField, Hello, Refused, shortened
 
 VALUES_MAX_BYTES = 512 * 1024
@@ -22,6 +29,23 @@ def refusal(error: WeightCacheError) -> Refused:
     """The frame that says what ``error`` says."""
     fields = {key: shortened(value) for key, value in error.as_fields().items() if value is not None}
     return Refused.model_validate(fields)
+
+
+def unexpected(error: Exception) -> WeightCacheError:
+    """The error that stands for one of ours, which nobody foresaw and whose traceback is in the log; or for the limit
+    on open files, which may be met anywhere.
+    """
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return DaemonNotReady(
+            "the daemon has no descriptor left",
+            found=error.strerror,
+            next_step="wait for other engines to attach, or raise the daemon's limit on open files",
+        )
+    return InternalError(
+        "the daemon met an error it did not expect",
+        found=f"{type(error).__name__}: {error}",
+        next_step="see the daemon's log for the traceback, and report it",
+    )
 
 
 def mismatch(config: CacheConfig, hello: Hello) -> Refused | None:

@@ -31,7 +31,7 @@ def report(record: Record) -> Report:
         pid=os.getpid(),
         place=str(options.place),
         socket_path=str(options.place.socket_path),
-        model=shortened(record.model_path or options.model)[:_SHORT_MAX_CHARACTERS],
+        model=shortened(generation.came_from if generation is not None else options.model)[:_SHORT_MAX_CHARACTERS],
         layout=options.layout,
         tp_rank=options.parallel.tp_rank,
         tp_size=options.parallel.tp_size,

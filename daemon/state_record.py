@@ -122,6 +122,8 @@ class StateRecord(_Frozen):
     format: Literal[1] = 1
     vault_id: Hex32 | None = None
     """Made with the record: another one than before, and what was written then is lost."""
+    after_loss: bool = False
+    """It was begun while the vault held generations, and none has been served since: nothing says what they are."""
     starts: Count = 0
     """Keepers that have opened this record."""
     adoptions: Count = 0

@@ -316,6 +316,7 @@ class Report(Message):
     place: ShortText
     socket_path: ShortText
     model: ShortText
+    """Where what is served came from: a directory, a hub id, or who pushed it; before that, what is to be loaded."""
     layout: ShortText
     tp_rank: Count
     tp_size: Count
@@ -383,7 +384,7 @@ class Report(Message):
     adoption_refusals: dict[str, Count] = {}
     """What came back from the vault and was not adopted by this keeper, by the code of the reason."""
     adoption_attempts: Count = 0
-    """Begun since the last one that ended; too many, and what came back is quarantined."""
+    """Begun since the last one that ended; too many, and the generation that was looked at is quarantined."""
     unexplained_nbytes: Count = 0
     """Of weights that are held, and neither served nor leased."""
     attach_durations: Durations | None = None

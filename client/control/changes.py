@@ -37,7 +37,7 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A change that was committed."""
+    """A change that was committed; or, ``already``, one to what every rank serves: nothing has changed then."""
 
     transaction: str
     version: str
@@ -47,6 +47,7 @@ class Changed:
     """Ranks that were not seen to switch: they read rank 0's record by themselves, and grant nothing else meanwhile to
     engines that ask for rank 0's version."""
     seconds: float
+    already: bool
 
 
 async def update(
@@ -128,15 +129,17 @@ async def change(
         begun=begun,
     )
     course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
-    if course.outcome is None or not course.outcome.is_commit:
+    if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
         raise _error(group, course.failure)
+    if not course.outcome.is_commit:
+        return Changed(transaction, before, before, (), time.monotonic() - started_s, already=True)
     made = next((one.versions for one in course.prepared if one is not None), None)
     away = [group.members[rank].word for rank in sorted(course.away)]
     while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
         away = await _not_serving(where, made)
     version = made.version if made is not None else current_version(await where.group())
-    return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s)
+    return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s, already=False)
 
 
 async def _not_serving(where: Where, versions: Versions) -> list[str]:

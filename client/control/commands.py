@@ -40,7 +40,7 @@ _WORDS = {
     Phase.OPEN: "opening the change at rank 0",
     Phase.PREPARE: "preparing on every rank",
     Phase.COMMIT: "every rank is prepared: committing",
-    Phase.ABORT: "giving the change up",
+    Phase.ABORT: "ending the change without a commit",
     Phase.APPLY: "telling every rank",
 }
 _Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
@@ -167,6 +167,9 @@ def where_of(given: argparse.Namespace, *, timeout_s: float) -> Where:
 
 
 def _show(changed: Changed) -> int:
+    if changed.already:
+        print(f"{changed.version} is served by every rank already: nothing is changed")
+        return DONE_EXIT
     before = "as before" if changed.version == changed.before else f"instead of {changed.before}"
     print(f"{changed.version} is served by every rank, {before} ({changed.seconds:.1f} s)")
     if not changed.away:

@@ -5,9 +5,10 @@ out; ``tests/protocol/simulation.py`` walks every interleaving of these same fun
 ``protocol/transaction.py``. Ranks are positions, the leader is 0.
 
 Two programs. :func:`begin` makes a change: look at all, open it at the leader, prepare it everywhere, wait, decide at
-the leader, tell all. :func:`end` ends what somebody else left: as the leader's record says; what is open is committed
-if every rank has it prepared in one version, and else aborted. Nothing here is remembered between the two: a
-coordinator that dies is finished by the next one from what the ranks hold.
+the leader, tell all. Where every rank has found that it serves that already, what is decided is to abort.
+:func:`end` ends what somebody else left: as the leader's record says; what is open is committed if every rank has it
+prepared in one version, and else aborted. Nothing here is remembered between the two: a coordinator that dies is
+finished by the next one from what the ranks hold.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class Course:
     may_commit: bool = False
     asked: bool = False
     """Rank 0 was asked to commit: it may be committed, whatever is heard."""
+    unchanged: bool = False
+    """Every rank has found that it serves this already: the change is given up, and that is no failure."""
     outcome: Outcome | None = None
     failure: Failure | None = None
     away: frozenset[int] = frozenset()
@@ -199,7 +202,7 @@ def _done(course: Course, failure: Failure | None = None) -> Course:
     return dataclasses.replace(course, phase=Phase.DONE, failure=course.failure or failure)
 
 
-def _abort(course: Course, failure: Failure) -> Course:
+def _abort(course: Course, failure: Failure | None) -> Course:
     return dataclasses.replace(
         course, phase=Phase.ABORT, failure=course.failure or failure, may_commit=False, bases=(), begun=frozenset()
     )
@@ -267,10 +270,13 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
     if len(begun) < course.size or len(held) < course.size:
         phase = Phase.PREPARE if len(begun) < course.size else Phase.WAIT
         return dataclasses.replace(course, phase=phase, prepared=tuple(prepared), begun=frozenset(begun))
+    unchanged = tuple(one.generation for one in held) == course.bases
     course = dataclasses.replace(course, prepared=tuple(prepared), bases=(), begun=frozenset())
     if not same_on_all(held):
         versions = ", ".join(f"rank {rank} {one.versions.version}" for rank, one in enumerate(held))
         return _abort(course, Failure("ranks_disagree", f"the ranks prepared different versions: {versions}"))
+    if unchanged:
+        return _abort(dataclasses.replace(course, unchanged=True), None)
     return dataclasses.replace(course, phase=Phase.COMMIT, may_commit=True, asked=True)
 
 
@@ -292,7 +298,8 @@ def _decided(course: Course, answer: Answer) -> Course:
     failure = course.failure
     if course.begins:
         aborted = Failure("update_conflict", "another coordinator aborted this change", LEADER)
-        failure = None if answer.outcome.is_commit else (failure or aborted)
+        as_wanted = answer.outcome.is_commit or course.unchanged
+        failure = None if as_wanted else (failure or aborted)
     return dataclasses.replace(course, phase=Phase.APPLY, outcome=answer.outcome, failure=failure, may_commit=False)
 
 

@@ -15,11 +15,11 @@ import zmq
 
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.control.door import Door, connection_of
-from weightcached.daemon.refusals import refusal
+from weightcached.daemon.refusals import refusal, unexpected
 from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_REQUESTS, AwaitChange
 from weightcached.protocol.control_channel import REQUEST_ID_BYTES
 from weightcached.protocol.control_sockets import Socket, frame_max, has_message
-from weightcached.protocol.errors import DaemonNotReady, InternalError, ProtocolError, WeightCacheError
+from weightcached.protocol.errors import DaemonNotReady, ProtocolError, WeightCacheError
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message
 
@@ -86,8 +86,9 @@ class CommandSocket:
             if not part.more:
                 break
         number = connection_of(part)
-        if number not in self._door.connections:
-            self._door.look()  # it may have come, with its command, since the last look
+        # Since the last look this connection may have come, and have the number of one that has left: whose end, were
+        # it heard of later, would be taken for this one's.
+        self._door.look()
         if number not in self._door.connections:
             return  # nobody is there any more to be answered
         identity, request_id = parts[0].bytes, parts[1].bytes
@@ -152,13 +153,7 @@ class CommandSocket:
             answer = refusal(error)
         except Exception as error:
             log.exception("a command met an error of ours", extra={"command": kind})
-            answer = refusal(
-                InternalError(
-                    "the daemon met an error it did not expect",
-                    found=f"{type(error).__name__}: {error}",
-                    next_step="see the daemon's log for the traceback, and report it",
-                )
-            )
+            answer = refusal(unexpected(error))
         self._answer(identity, request_id, answer)
 
     def _answer(self, identity: bytes, request_id: bytes, answer: Message) -> None:

@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 class Door:
     """A socket of ``kind``, bound at ``path`` while ``claim`` is held. ``on_ready`` is called on the loop whenever
-    something may have come, and has to call :meth:`look` before it receives; ``on_left`` with a connection's number,
-    once it is gone.
+    something may have come, and has to call :meth:`look`, also after each message and before anything is noted of its
+    connection; ``on_left`` is called with a connection's number, once it is gone.
 
     Raises what :meth:`Claim.listen_beside` raises, and zmq.ZMQError.
     """
@@ -95,8 +95,8 @@ class Door:
         self._on_ready()  # what came before has announced itself already
 
     def look(self) -> None:
-        """Take note of who has come and who has left. A message that can be received now has a connection that this
-        knows, or that is gone.
+        """Take note of who has come and who has left. The connection of a message that was received is known then, or
+        is gone; its number is not another's any more.
         """
         while has_message(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

@@ -92,6 +92,7 @@ class EventSocket:
             if not has_message(self._door.socket):
                 return
             part = self._door.socket.recv(zmq.NOBLOCK, copy=False)
+            self._door.look()  # whose it is may have come since, with the number of one that has left
             self._subscribed(connection_of(part), part.bytes, alone=not part.more)
         self._soon()
 

@@ -14,6 +14,7 @@ from weightcached.daemon.claim import Claim
 from weightcached.daemon.endpoint import RETRY_FIRST_S, RETRY_MAX_S, let_adoption_go_first
 from weightcached.daemon.patience import in_thread
 from weightcached.daemon.record import Record
+from weightcached.daemon.refusals import unexpected
 from weightcached.protocol.errors import WeightCacheError
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class ControlPlane:
                 await asyncio.Event().wait()
             finally:
                 await sockets.close()
-        except Exception:
+        except Exception as error:
             log.exception("the control plane met an error of ours: weights are served without it")
+            self._record.last_error = unexpected(error)
 
     async def _open(self) -> Sockets:
         from weightcached.daemon.control.sockets import Sockets, ZmqError

@@ -33,6 +33,8 @@ To test a client, put a :class:`LyingDaemon` at the place's socket path and atta
   announce descriptors that do not come, ``frame(message, fd_count=3)``. :func:`frame_lies` is a collection that every
   reader must refuse.
 - :func:`honest_grant` is a whole, valid grant of a few tensors: lie from there on, about one thing at a time.
+- Of the control plane: :func:`frame` and :func:`frame_lies` make its messages too, and ``LyingCommands``, of the module
+  ``testing.commands``, answers questions as it is told.
 - A :class:`Gate` tells the test how far a script came (``Open``), and the script when to go on (``Stall``).
 """
 

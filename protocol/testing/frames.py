@@ -11,16 +11,15 @@ from typing import Any
 
 import msgpack
 
+from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_EVENTS, CONTROL_REQUESTS
 from weightcached.protocol.framing import HEADER, MAGIC
-from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, PROTOCOL_VERSION, Message
+from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, PROTOCOL_VERSION, Dialect, Message
 from weightcached.protocol.worker_messages import KEEPER_TO_WORKER, WORKER_TO_KEEPER
 
 UINT32_MAX = 0xFFFF_FFFF
-_TYPE_NUMBERS = {
-    kind: number
-    for dialect in (CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, KEEPER_TO_WORKER, WORKER_TO_KEEPER)
-    for number, kind in dialect.types.items()
-}
+_CONTROL = (CONTROL_REQUESTS, CONTROL_ANSWERS, CONTROL_EVENTS)
+_DATA = (CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, KEEPER_TO_WORKER, WORKER_TO_KEEPER)
+_TYPE_NUMBERS = {kind: number for dialect in (*_CONTROL, *_DATA) for number, kind in dialect.types.items()}
 
 
 def frame(
@@ -34,8 +33,10 @@ def frame(
     type_number: int | None = None,
     body_nbytes: int | None = None,
     fd_count: int = 0,
+    dialect: Dialect | None = None,
 ) -> bytes:
-    """The bytes of ``message`` as a frame, honest but for what is named.
+    """The bytes of ``message`` as a frame, honest but for what is named. ``dialect``: for what is said on the control
+    plane as well as on the data plane, which is meant where it is left out.
 
     ``fields`` replaces or adds fields of the body, ``without`` leaves some out, ``body`` replaces it whole. The others
     are the header's; ``body_nbytes`` and ``fd_count`` announce what need not come.
@@ -43,7 +44,8 @@ def frame(
     if body is None:
         values = {**message.model_dump(), **(fields or {})}
         body = msgpack.packb({name: value for name, value in values.items() if name not in without})
-    number = _TYPE_NUMBERS[type(message)] if type_number is None else type_number
+    numbers = _TYPE_NUMBERS if dialect is None else {kind: number for number, kind in dialect.types.items()}
+    number = numbers[type(message)] if type_number is None else type_number
     nbytes = len(body) if body_nbytes is None else body_nbytes
     return HEADER.pack(magic, version, number, nbytes, fd_count) + body
 

@@ -130,7 +130,7 @@ def test_a_change_that_fails_returns_to_ready_with_the_reason(
         assert failed.change is not None
         assert (failed.change.state, failed.change.error_code) == ("failed", code)
         assert (failed.state, standings(failed)) == ("ready", [(first.generation, "current")])
-        assert served.report().last_error is not None
+        assert served.report().last_error is None, "nothing is wrong with what is served"
         with pytest.raises(UpdateConflict):
             changer.decide(transaction, commit=True)
         assert changer.decide(transaction, commit=False).outcome == "aborted"

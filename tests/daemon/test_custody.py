@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.generations import generation
 from weightcached.daemon.change_custody import ChangeCustody
-from weightcached.daemon.custody import ATTEMPTS_MAX, DECISION_NBYTES, Custody, record_of
+from weightcached.daemon.custody import ATTEMPTS_MAX, DECISION_NBYTES, Custody
 from weightcached.daemon.holdings import Holdings
+from weightcached.daemon.kept_state import record_of
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.state_record import (
     PROVEN_MAX,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.commanding import Changer, from_directory, other_weights, standings
-from tests.support.daemons import Daemon, converse
+from tests.support.daemons import TIMEOUT_S, Daemon, ask, converse
 from tests.support.manager import Manager
 from weightcached.protocol.control import FromHeld, RankState
-from weightcached.protocol.messages import Refused
+from weightcached.protocol.messages import Refused, Release, Released
 
 
 @pytest.fixture
@@ -116,14 +116,34 @@ def test_one_of_three_that_is_damaged_costs_no_other(
     assert standings(Changer(daemon).state()) == [(three, "current"), (one, "previous")]
 
 
+@pytest.mark.parametrize("decided", ["committed", "not decided"])
 def test_several_without_a_record_are_not_guessed_at(
-    manager: Manager, start: Callable[..., Daemon], other: Path
+    manager: Manager, start: Callable[..., Daemon], other: Path, decided: str
 ) -> None:
-    older, newer = killed_after(start, lambda changer: changer.update(from_directory(other)))
+    """Nothing says any more which of them a change had prepared only; what to do is said, and helps."""
+    first = start()
+    first.wait_until("ready")
+    changer = Changer(first)
+    served = changer.current()
+    transaction, prepared = changer.prepare(from_directory(other))
+    if decided == "committed":
+        changer.decide(transaction, commit=True)
+    first.stop(signal.SIGKILL)
     manager.remove("state")
-    reason = refused_everybody(start())
-    assert older in reason
-    assert newer in reason
+    for _ in range(2):  # and the keeper after that knows it, too
+        reason = refused_everybody(daemon := start())
+        assert {f"generation {one.generation}" in reason for one in prepared.generations} == {True}
+        assert "next step: to load what --model says: `weightcached release`, then start the daemon again" in reason
+        daemon.stop(signal.SIGKILL)
+    refused_everybody(daemon := start())
+    channel = daemon.connect()
+    try:
+        assert isinstance(ask(channel, Release()), Released)
+    finally:
+        channel.close()
+    assert daemon.process.wait(TIMEOUT_S) == 0
+    again = start()
+    assert again.wait_until("ready").generation not in [served, *(one.generation for one in prepared.generations)]
 
 
 def test_what_was_given_up_is_never_served_though_the_vault_kept_it(

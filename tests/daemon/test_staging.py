@@ -94,6 +94,7 @@ def test_what_was_pushed_is_served_once_it_is_committed(served: Daemon) -> None:
     assert found is not None
     assert is_assigned(found.version)
     assert (found.version, found.receipts_version, found.origin) == (version, version, "pushed by the trainer")
+    assert served.report().model == found.origin
     with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want="current", mode="require") as weights:
         assert weights.version == version
         for name, tensor in tensors.items():
@@ -115,6 +116,8 @@ def test_a_trainer_that_dies_gives_up_its_stage_and_nothing_else(served: Daemon)
     after = describe(served)
     assert (after.current, after.state, len(after.generations)) == (before.current, "ready", 1)
     assert after.open is None, "the next trainer would have to wait for nobody"
+    report = served.report()
+    assert (report.model, report.last_error) == (str(served.model_dir), None)
     with push_begun(served, begin_push(served)) as push:
         push_and_finish(push, trained(served))
 
@@ -218,6 +221,7 @@ def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
         served.kill_keeper()
         served.wait_ready_again(lines)
         assert describe(served).current == push.staged.generation
+        assert served.report().model == "pushed by the trainer"
         with attach(model, runtime_dir=served.place.runtime_dir, want="current", mode="require") as weights:
             assert weights.version == version
             for name, tensor in trained(served).items():

@@ -60,6 +60,7 @@ FULL = StateRecord(
     quarantined=("1" * 32,),
     pins=("2" * 32,),
     vault_id="4" * 32,
+    after_loss=True,
     prepared=PreparedRecord(transaction="5" * 32, generation="3" * 32, leader="host-tp0of2", keep=2),
     ledger=LedgerRecord(
         open="6" * 32,

@@ -53,10 +53,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a coordinator's change loads: its version, or a rollback to it."""
+    """What a coordinator's change loads: its version, or a rollback to it. ``served``: a rank that serves this version
+    may also find that nothing has to be loaded."""
 
     version: str
     rollback: bool = False
+    served: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,12 @@ class Simulation:
         prepared = one.prepared or Prepared(change.transaction, self._target(change.transaction))
         action = self.rules.action(prepared, decision)
         if action is Action.SWITCH and one.prepared is None:
-            if decision.outcome is Outcome.COMMITTED:
+            again = (change.transaction, rank) in world.applied  # a late command: the base is what it was before
+            if decision.outcome is not Outcome.COMMITTED:
+                return world
+            if not again:
                 raise Violation(f"{change.transaction} is committed while rank {rank} only prepares it")
-            return world
+            action = Action.DROP
         if action is Action.WAIT:
             return world
         return self._acted(world, rank, action)
@@ -172,7 +177,7 @@ class Simulation:
 
     def _target(self, transaction: str) -> Held:
         plan = self.scenario.plans[transaction]
-        return held(plan.version)
+        return held(plan.version, "+" if plan.served else "")  # beside one of the same version
 
     def _prepare(self, world: World, rank: int, ask: Ask) -> World:
         one, transaction = world.ranks[rank], ask.transaction
@@ -245,8 +250,13 @@ class Simulation:
         found: list[tuple[str, World, int]] = []
         for rank, one in enumerate(world.ranks):
             if one.change is not None and one.change.state == "preparing":
-                done = Change(one.change.transaction, "prepared", self._target(one.change.transaction))
+                target = self._target(one.change.transaction)
+                done = Change(one.change.transaction, "prepared", target)
                 failed = Change(one.change.transaction, "failed")
+                plan = self.scenario.plans[one.change.transaction]
+                if plan.served and one.current.versions.same(target.versions):
+                    served = Change(one.change.transaction, "prepared", one.current)
+                    found.append((f"rank {rank} serves it already", _with_change(world, rank, served), 0))
                 found.append((f"rank {rank} has prepared", _with_change(world, rank, done), 0))
                 found.append((f"rank {rank} fails to load", _with_change(world, rank, failed), 0))
             with contextlib.suppress(UpdateConflict):

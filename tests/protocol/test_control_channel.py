@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.support.listeners import listening_as
 from tests.support.resources import open_fds
 from tests.support.unprivileged import NOBODY
 from weightcached.protocol import control_channel
-from weightcached.protocol.control import CONTROL_ANSWERS, CONTROL_REQUESTS, Decided, Describe, ReadDecision
+from weightcached.protocol.control import CONTROL_ANSWERS, Decided, Describe, ReadDecision
 from weightcached.protocol.control_channel import ask, ask_blocking, look
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
@@ -36,10 +35,12 @@ from weightcached.protocol.errors import (
     UpdateConflict,
     WeightCacheError,
 )
-from weightcached.protocol.framing import decode_frame, encode_frame
+from weightcached.protocol.framing import encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import Place
+from weightcached.protocol.testing import frame, frame_lies
+from weightcached.protocol.testing.commands import LyingCommands, Parts
 from weightcached.protocol.transaction import Outcome
 
 TRANSACTION = "1" * 32
@@ -77,45 +78,16 @@ def asking(request: pytest.FixtureRequest, place: Place) -> Iterator[Asking]:
     assert len(open_fds()) == before
 
 
-@contextmanager
-def router(place: Place, *answers: Callable[[bytes, bytes], list[bytes]]) -> Iterator[list[Message]]:
-    """Takes a question for each of ``answers``, which make the parts to send from the connection's name and the
-    question's number. Gives the questions.
-    """
-    heard: list[Message] = []
-    context = zmq.Context()
-    bound = context.socket(zmq.ROUTER)
-    bound.linger = 1000
-    bound.bind(f"ipc://{place.control_path}")
-
-    def serve() -> None:
-        for answer in answers:
-            identity, number, frame = bound.recv_multipart()
-            heard.append(decode_frame(CONTROL_REQUESTS, frame))
-            if parts := answer(identity, number):
-                bound.send_multipart(parts)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield heard
-    finally:
-        thread.join()
-        bound.close()
-        context.term()
-        place.control_path.unlink(missing_ok=True)
-
-
 def test_the_answer_to_a_question(place: Place, asking: Asking) -> None:
-    with router(place, lambda identity, number: [identity, number, GOOD]) as heard:
+    with LyingCommands(place.control_path, ANSWER) as daemon:
         assert asking() == ANSWER
-    assert heard == [QUESTION]
+    assert daemon.heard == [QUESTION]
 
 
 def test_a_refusal_is_raised_as_its_error(place: Place, asking: Asking) -> None:
-    refused = encode_frame(CONTROL_ANSWERS, Refused(code="update_conflict", message="no", found="another"))
+    refused = Refused(code="update_conflict", message="no", found="another")
     with (
-        router(place, lambda identity, number: [identity, number, refused]),
+        LyingCommands(place.control_path, refused),
         pytest.raises(UpdateConflict, match="found: another"),
     ):
         asking()
@@ -127,24 +99,28 @@ def test_a_refusal_is_raised_as_its_error(place: Place, asking: Asking) -> None:
         lambda identity, number: [identity, number],
         lambda identity, number: [identity, number, GOOD, b""],
         lambda identity, number: [identity, b"another!", GOOD],
-        lambda identity, number: [identity, number, b""],
-        lambda identity, number: [identity, number, GOOD[:-1]],
-        lambda identity, number: [identity, number, GOOD + b"x"],
-        lambda identity, number: [identity, number, b"HTTP" + GOOD[4:]],
-        lambda identity, number: [identity, number, GOOD[:4] + b"\x09\x00" + GOOD[6:]],
-        lambda identity, number: [identity, number, GOOD[:12] + b"\x01\x00\x00\x00" + GOOD[16:]],
-        lambda identity, number: [identity, number, GOOD[:16] + b"\xc1" * (len(GOOD) - 16)],
-        lambda identity, number: [identity, number, encode_frame(CONTROL_REQUESTS, Describe())],
     ],
 )
-def test_what_is_no_answer_is_an_error(place: Place, asking: Asking, answer: Callable) -> None:
-    with router(place, answer), pytest.raises(ProtocolError):
+def test_what_is_no_answer_is_an_error(place: Place, asking: Asking, answer: Parts) -> None:
+    with LyingCommands(place.control_path, answer), pytest.raises(ProtocolError):
         asking()
+
+
+def test_a_lying_answer_is_an_error(place: Place, asking: Asking) -> None:
+    target = place.directory / "pickled"
+    lies = frame_lies(ANSWER, pickle_target=str(target))
+    lies |= {"nothing": b"", "cut short": GOOD[:-1], "more": GOOD + b"x", "a question": frame(Describe())}
+    with LyingCommands(place.control_path, *lies.values()) as daemon:
+        for lie in lies:
+            with pytest.raises(ProtocolError):
+                pytest.fail(f"{lie}: {asking()}")
+    assert daemon.heard == [QUESTION] * len(lies)
+    assert not target.exists()
 
 
 def test_an_answer_of_another_kind_is_an_error(place: Place) -> None:
     with (
-        router(place, lambda identity, number: [identity, number, GOOD]),
+        LyingCommands(place.control_path, ANSWER),
         pytest.raises(ProtocolError, match="Decided"),
     ):
         ask_blocking(place, Describe(), Refused, deadline=Deadline.after(10))
@@ -153,15 +129,14 @@ def test_an_answer_of_another_kind_is_an_error(place: Place) -> None:
 def test_an_answer_too_large_is_never_taken(place: Place, asking: Asking) -> None:
     """ZeroMQ ends the connection at its header; asked again, the daemon gives the good one."""
     huge = bytes(CONTROL_ANSWERS.body_max_bytes + 17)
-    with router(
-        place, lambda identity, number: [identity, number, huge], lambda identity, number: [identity, number, GOOD]
-    ) as heard:
+    with LyingCommands(place.control_path, huge, ANSWER) as daemon:
         assert asking() == ANSWER
-    assert heard == [QUESTION, QUESTION]
+    assert daemon.heard == [QUESTION, QUESTION]
 
 
 def test_nobody_answers_in_time(place: Place, asking: Asking) -> None:
-    with router(place, lambda *_: []), pytest.raises(DaemonNotReady, match="does not answer in time"):
+    never = LyingCommands(place.control_path, lambda *_: [])
+    with never, pytest.raises(DaemonNotReady, match="does not answer in time"):
         asking(timeout_s=0.3)
 
 
@@ -203,7 +178,7 @@ def test_a_daemon_that_takes_no_commands_yet_is_waited_for(place: Place, asking:
             asking(patience_s=0.2)
         later = threading.Timer(0.2, lambda: entered.append(served.__enter__()))
         entered: list = []
-        served = router(place, lambda identity, number: [identity, number, GOOD])
+        served = LyingCommands(place.control_path, ANSWER)
         later.start()
         assert asking() == ANSWER
         later.join()
@@ -229,12 +204,12 @@ def test_neither_socket_is_listened_at(place: Place, asking: Asking) -> None:
 def test_a_question_whose_daemon_goes_away_is_asked_of_the_next(place: Place, asking: Asking) -> None:
     answers: list[Message] = []
     asker = threading.Thread(target=lambda: answers.append(asking()))
-    with router(place, lambda *_: []) as first:
+    with LyingCommands(place.control_path, lambda *_: []) as first:
         asker.start()
-    with router(place, lambda identity, number: [identity, number, GOOD]) as second:
+    with LyingCommands(place.control_path, ANSWER) as second:
         asker.join(30)
     assert answers == [ANSWER]
-    assert first == second == [QUESTION]
+    assert first.heard == second.heard == [QUESTION]
 
 
 def test_a_daemon_that_dies_between_the_look_and_the_question_is_waited_for(
@@ -253,9 +228,9 @@ def test_a_daemon_that_dies_between_the_look_and_the_question_is_waited_for(
         return looks[-1]
 
     monkeypatch.setattr(control_channel, "look", look_and_lose)
-    with router(place, lambda identity, number: [identity, number, GOOD]) as heard:
+    with LyingCommands(place.control_path, ANSWER) as daemon:
         assert asking() == ANSWER
-    assert (heard, len(looks)) == ([QUESTION], 3)
+    assert (daemon.heard, len(looks)) == ([QUESTION], 3)
 
 
 def test_a_question_too_large_is_not_sent(place: Place, asking: Asking) -> None:
@@ -270,7 +245,7 @@ def test_something_else_than_a_socket(place: Place, asking: Asking) -> None:
 
 
 def test_a_directory_that_others_can_write_is_not_looked_into(place: Place, asking: Asking) -> None:
-    with router(place):
+    with LyingCommands(place.control_path):
         place.directory.chmod(0o777)
         with pytest.raises(UntrustedDaemon):
             asking()
@@ -288,7 +263,7 @@ def test_a_daemon_of_another_user_is_told_nothing(place: Place, asking: Asking) 
 
 @pytest.mark.root
 def test_a_socket_of_another_user_is_not_connected_to(place: Place, asking: Asking) -> None:
-    with router(place):
+    with LyingCommands(place.control_path):
         os.chown(place.control_path, NOBODY, NOBODY)
         with pytest.raises(UntrustedDaemon, match=f"uid {NOBODY}"):
             asking()
@@ -320,7 +295,7 @@ def test_many_at_once_on_one_loop(place: Place) -> None:
         return await asyncio.gather(*asked)
 
     with (
-        router(place, *[lambda identity, number: [identity, number, GOOD]] * 20),
+        LyingCommands(place.control_path, *[ANSWER] * 20),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         assert runner.run(many()) == [ANSWER] * 20
@@ -334,7 +309,7 @@ def test_cancelled_nothing_is_left(place: Place) -> None:
             loop.call_soon_threadsafe(taken.set)
             return []
 
-        with router(place, take):
+        with LyingCommands(place.control_path, take):
             before = len(open_fds())
             asked = asyncio.create_task(ask(place, QUESTION, Decided, deadline=Deadline.after(30)))
             await taken.wait()

@@ -20,7 +20,7 @@ from weightcached.client.control import course as course_module
 from weightcached.client.control.course import Answer, Course, Phase
 from weightcached.protocol.transaction import Action, Decision, Ledger, Outcome, Prepared, action
 
-UPDATE, OTHER, BACK = Plan("2"), Plan("3"), Plan("1", rollback=True)
+UPDATE, OTHER, BACK, AGAIN = Plan("2"), Plan("3"), Plan("1", rollback=True), Plan("1", served=True)
 
 SCENARIOS = {
     "an update, one that ends it, a vault lost": Scenario(2, {"T1": UPDATE}, ends=1, late=1, deaths=1, lost=(0, 1)),
@@ -30,6 +30,8 @@ SCENARIOS = {
     "an update and a rollback, a vault lost": Scenario(
         2, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0, lost=(0, 1)
     ),
+    "an update, and one to what is served": Scenario(2, {"T1": UPDATE, "T2": AGAIN}, ends=0, late=1, deaths=0),
+    "an update to what is served, and one that resolves": Scenario(2, {"T1": AGAIN}, ends=1, late=1, deaths=1),
     "three ranks, an update and a rollback": Scenario(3, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0),
     "three ranks, an update": Scenario(3, {"T1": UPDATE}, ends=0, late=1, deaths=1),
 }

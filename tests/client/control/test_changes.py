@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import tiny_llama
-from tests.support.commanding import Changer, from_directory, other_weights
+from tests.support.checkpoints import settled, tiny_llama
+from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import Daemon, scripted_daemon
 from tests.support.groups import Change, group, versions, waiting
 from weightcached.client import attach
@@ -34,6 +34,7 @@ from weightcached.client.control import (
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.protocol.control import FromHeld
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
@@ -255,13 +256,55 @@ def test_an_interruption_says_whether_anything_may_have_changed(
 def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
     ranks: list[Daemon], at: Path, newer: Path
 ) -> None:
-    """As by a deployment that runs twice."""
+    """As by a deployment that runs twice, right after the files were written: receipts prove nothing yet."""
     before = [one.state().current for one in map(Changer, ranks)]
     update(newer, runtime_dir=at)
     arguments = ["--runtime-dir", str(at)]
     assert commands.update_main(["--model", str(newer), *arguments]) == commands.DONE_EXIT
     rollback(runtime_dir=at)
     assert [one.state().current for one in map(Changer, ranks)] == before
+
+
+def workers(ranks: list[Daemon]) -> list[int]:
+    """How many loads each rank has begun, and how many of them it has planned memory for."""
+    counts = [sum(record.get("stage") == "start worker" for record in one.log.records()) for one in ranks]
+    return counts + [sum(record.get("message") == "planned" for record in one.log.records()) for one in ranks]
+
+
+def test_what_every_rank_serves_already_is_neither_loaded_nor_published(
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settled(newer)
+    changed = update(newer, runtime_dir=at)
+    assert not changed.already
+    before, begun = [Changer(one).state() for one in ranks], workers(ranks)
+    again = update(newer, runtime_dir=at)
+    assert (again.already, again.version, again.before, again.away) == (True, changed.version, changed.version, ())
+    assert waiting(ranks) == []
+    after = [Changer(one).state() for one in ranks]
+    assert [standings(one) for one in after] == [standings(one) for one in before]
+    assert {one.change.state for one in after if one.change is not None} == {"aborted"}
+    assert [now - then for now, then in zip(workers(ranks), begun, strict=True)] == [1, 1, 0, 0]
+    assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == commands.DONE_EXIT
+    assert "is served by every rank already: nothing is changed" in capsys.readouterr().out
+    assert rollback(changed.version, runtime_dir=at).already, "and a rollback to it is none either"
+
+
+def test_what_only_one_rank_has_to_load_is_committed_on_both(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    """One serves it already, and the other does not find so: they end with one version all the same."""
+    update(settled(newer), runtime_dir=at)
+    elsewhere = newer.with_name("elsewhere")
+    newer.rename(elsewhere)  # the same files: the receipts stay, and the path is another
+    served = [one.state().current for one in map(Changer, ranks)]
+    change = Change(ranks, from_directory(elsewhere))
+    change.open()
+    change.ranks[0].begin(change.transaction, FromHeld(version=versions(ranks)[0]), base=change.bases[0])
+    change.prepare(1)
+    change.prepared()
+    assert resolve(runtime_dir=at) is not None
+    after = [one.state().current for one in map(Changer, ranks)]
+    assert (after[0] == served[0], after[1] == served[1]) == (True, False)
+    assert len(set(versions(ranks))) == 1
 
 
 def test_who_is_not_there_is_told_which_are(ranks: list[Daemon], at: Path) -> None:

@@ -136,3 +136,26 @@ def test_a_silent_rank_keeps_nothing_from_being_ended_but_from_being_committed()
     assert [one.verb for one in asks(course)] == [Verb.ABORT]
     done = after(after(course, {0: Decision("X", Outcome.ABORTED)}), {0: Seen(OLD), 1: Silence()})
     assert (done.phase, done.away) == (Phase.DONE, frozenset({1}))
+
+
+def test_what_every_rank_serves_already_is_given_up_and_no_failure() -> None:
+    course = preparing(Change("T", "prepared", OLD), Change("T", "preparing"))
+    course = after(course, {1: Seen(OLD, Change("T", "prepared", OLD))})
+    assert [one.verb for one in asks(course)] == [Verb.ABORT]
+    told = after(course, {0: Decision("T", Outcome.ABORTED)})
+    assert {one.verb for one in asks(told)} == {Verb.RESOLVE}
+    done = after(told, both(Seen(OLD, Change("T", "aborted", OLD))))
+    assert (done.phase, done.unchanged, done.failure, done.away) == (Phase.DONE, True, None, frozenset())
+
+
+def test_what_one_rank_serves_already_and_another_has_loaded_anew_is_committed() -> None:
+    again = Held("g3", OLD.versions)
+    course = preparing(Change("T", "prepared", OLD), Change("T", "prepared", again))
+    assert [one.verb for one in asks(course)] == [Verb.COMMIT]
+
+
+def test_what_is_served_already_stays_open_where_the_abort_has_no_answer() -> None:
+    course = preparing(Change("T", "prepared", OLD), Change("T", "prepared", OLD))
+    lost = given_up(after(course, {0: Silence()}), "no answer")
+    assert lost.failure is not None
+    assert (lost.phase, lost.outcome, lost.failure.code) == (Phase.DONE, None, "daemon_unreachable")

@@ -8,8 +8,9 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -24,7 +25,7 @@ from weightcached.daemon.control.command_socket import (
     CommandSocket,
     Handler,
 )
-from weightcached.daemon.control.door import CONNECTIONS_MAX
+from weightcached.daemon.control.door import CONNECTIONS_MAX, connection_of
 from weightcached.protocol.control import (
     CONTROL_ANSWERS,
     CONTROL_REQUESTS,
@@ -33,12 +34,14 @@ from weightcached.protocol.control import (
     ReadDecision,
 )
 from weightcached.protocol.control_channel import ask
-from weightcached.protocol.control_sockets import endpoint, readable
+from weightcached.protocol.control_sockets import endpoint, has_message, readable
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InternalError, PlaceTaken, ProtocolError, UpdateConflict, WeightCacheError
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import decode_frame, encode_frame
 from weightcached.protocol.messages import Message, Refused
 from weightcached.protocol.places import Place
+from weightcached.protocol.testing import frame_lies
 from weightcached.protocol.transaction import Outcome
 
 FIRST = ReadDecision(transaction="1" * 32)
@@ -298,6 +301,76 @@ def test_waiting_ends_with_the_connection(claim: Claim, on_loop, monkeypatch: py
     on_loop(look())
 
 
+def free_again(number: int) -> OwnedFds:
+    """Wait until that descriptor is closed, and leave one below it free: the next two that are opened are these, as
+    long as what this gives is open.
+    """
+    below, deadline = list[int](), Deadline.after(20)
+    while (opened := os.open(os.devnull, os.O_RDONLY)) != number:
+        assert not deadline.passed
+        if opened < number:
+            below.append(opened)
+        else:
+            os.close(opened)
+    os.close(opened)
+    os.close(below.pop())
+    return OwnedFds(below)
+
+
+def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
+    claim: Claim, on_loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt."""
+    swapped, decide = asyncio.Event(), asyncio.Event()
+    numbers: list[int] = []
+    meanwhile: list[Callable[[], None]] = []
+    fillers = OwnedFds()
+
+    def remembered(part: zmq.Frame) -> int:
+        numbers.append(connection_of(part))
+        return numbers[-1]
+
+    def looked(of: zmq.Socket) -> bool:
+        while meanwhile:
+            meanwhile.pop()()
+            assert of.poll(20_000)
+        return has_message(of)
+
+    async def later(request: Message) -> Message:
+        if isinstance(request, AwaitChange):
+            await decide.wait()
+        return Decided(transaction=FIRST.transaction, outcome=Outcome.OPEN, vault_id="3" * 32)
+
+    monkeypatch.setattr(command_socket, "connection_of", remembered)
+    monkeypatch.setattr(command_socket, "has_message", looked)
+
+    async def look() -> None:
+        async with served(claim, later) as place:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+                first.connect(endpoint(place.control_path))
+                first.send_multipart([b"12345678", FRAME])
+                await received(first)
+
+                def swap() -> None:
+                    first.close(0)
+                    fillers.extend(free_again(numbers[-1]).take_all())
+                    second.connect(endpoint(place.control_path))
+                    second.send_multipart([b"87654321", encode_frame(CONTROL_REQUESTS, HOUR)])
+                    swapped.set()
+
+                meanwhile.append(swap)
+                with raw(place):  # has the daemon look
+                    await swapped.wait()
+                    await ask_first(place)
+                    decide.set()
+                    number, _ = await received(second)
+                assert number == b"87654321"
+
+    with fillers:
+        on_loop(look())
+    assert numbers[0] == numbers[1], "or nothing was shown"
+
+
 BROKEN = [
     [b""],
     [b"12345678"],
@@ -326,18 +399,26 @@ def test_what_is_no_command_ends_its_connection_alone(claim: Claim, on_loop, par
 
 @pytest.mark.parametrize("frame", [b"", b"HTTP/1.1", FRAME[:-1], FRAME + b"x", b"\0" * 64, bytes(60_000)])
 def test_a_broken_frame_is_refused_and_the_connection_goes_on(claim: Claim, on_loop, frame: bytes) -> None:
-    async def look() -> None:
-        async with served(claim) as place:
-            with dealer(place) as one:
+    on_loop(refused_and_goes_on(claim, frame))
+
+
+def test_a_lying_frame_is_refused_and_the_connection_goes_on(claim: Claim, on_loop, tmp_path: Path) -> None:
+    lies = frame_lies(FIRST, pickle_target=str(tmp_path / "pickled"))
+    on_loop(refused_and_goes_on(claim, *lies.values()))
+    assert not (tmp_path / "pickled").exists()
+
+
+async def refused_and_goes_on(claim: Claim, *frames: bytes) -> None:
+    async with served(claim) as place:
+        with dealer(place) as one:
+            for frame in frames:
                 one.send_multipart([b"12345678", frame])
                 number, answer = await received(one)
                 refused = decode_frame(CONTROL_ANSWERS, answer)
-                assert (number, getattr(refused, "code", None)) == (b"12345678", "protocol")
-                one.send_multipart([b"87654321", FRAME])
-                number, answer = await received(one)
-                assert (number, type(decode_frame(CONTROL_ANSWERS, answer))) == (b"87654321", Decided)
-
-    on_loop(look())
+                assert (number, getattr(refused, "code", None)) == (b"12345678", "protocol"), frame
+            one.send_multipart([b"87654321", FRAME])
+            number, answer = await received(one)
+            assert (number, type(decode_frame(CONTROL_ANSWERS, answer))) == (b"87654321", Decided)
 
 
 @pytest.mark.parametrize(
