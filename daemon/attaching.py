@@ -90,7 +90,9 @@ def resume_now(resume: Resume, record: Record) -> Answer:
 
 
 def switch_now(switch: Switch, record: Record) -> Generation | Refused:
-    """The answer to an engine that has a lease and asks for another generation, at this moment."""
+    """The answer to an engine that has a lease and asks for another generation, at this moment. May have the leader's
+    record read.
+    """
     if record.state in (State.DRAINING, State.STOPPED):
         return refusal(_draining())
     if switch.generation is not None:
@@ -102,6 +104,15 @@ def switch_now(switch: Switch, record: Record) -> Generation | Refused:
     wrong_version = switch.version is not None and held is not None and not is_version(held.generation, switch.version)
     if held is not None and not wrong_version:
         return held.generation
+    if held is None and switch.version is not None and record.awaits_decision(switch.version):
+        return refusal(
+            DaemonNotReady(
+                "this rank has prepared the version that is asked for, and has not read yet that it may serve it",
+                expected=f"version {switch.version}",
+                found=_what_is_held(record),
+                next_step="ask again: the decision is being read",
+            )
+        )
     named = {"generation": switch.generation, "version": switch.version}
     return refusal(
         GenerationGone(

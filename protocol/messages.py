@@ -118,7 +118,8 @@ class Stage(Message):
 class Switch(Message):
     """On a lease: ask for another generation, by its id or its version; with neither for the one granted now.
 
-    Answered with a :class:`Grant` and its descriptors, or ``Refused``: ``generation_gone`` where it is not held here.
+    Answered with a :class:`Grant` and its descriptors, or ``Refused``: ``generation_gone`` where it is not held here,
+    ``daemon_not_ready`` where it is prepared and whether it may be served is being read.
     From the grant on the lease is of that generation; a refusal leaves it what it was.
     """
 

@@ -5,7 +5,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,9 @@ from tests.support.daemons import Daemon, converse
 from tests.support.manager import Manager
 from weightcached.daemon.following import Following
 from weightcached.protocol.control import ChangeInfo, Decided, Prepare, RankState, Resolve
-from weightcached.protocol.errors import InvalidOption, InvalidPlace
+from weightcached.protocol.errors import DaemonNotReady, GenerationGone, InvalidOption, InvalidPlace
 from weightcached.protocol.framing import Frame
-from weightcached.protocol.messages import Grant, Message
+from weightcached.protocol.messages import Grant, Message, Refused, Switch
 from weightcached.protocol.places import Place
 from weightcached.protocol.transaction import Decision, Outcome
 
@@ -157,6 +157,36 @@ def test_an_engine_that_wants_what_is_prepared_waits_for_the_decision(
             assert version in (frame.message.version, frame.message.receipts_version)
     finally:
         channel.close()
+
+
+def test_an_engine_that_would_switch_to_what_is_prepared_is_told_to_ask_again(
+    start: Callable[[int], Daemon], other: Path
+) -> None:
+    """It saw the version at rank 0. Asked, this rank reads the decision at once, instead of when its pause is over."""
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.wait_until("ready")
+    leader = Changer(ranks[0])
+    follower = Changer(ranks[1], leader)
+    transaction = both_prepared(leader, follower, other)
+    version = next(one.version for one in follower.state().generations if one.standing == "prepared")
+    with closing(ranks[1].connect()) as channel:
+        with converse(channel, ranks[1].hello(want="current")).fds:
+            pass
+        assert refusal(converse(channel, Switch(version="digest:" + "0" * 64))) == GenerationGone.code
+        assert refusal(converse(channel, Switch(version=version))) == DaemonNotReady.code
+        leader.decide(transaction, commit=True)
+        refused: str | None = DaemonNotReady.code
+        while refused is not None:
+            assert refused == DaemonNotReady.code
+            refused = refusal(converse(channel, Switch(version=version)))
+
+
+def refusal(frame: Frame) -> str | None:
+    """The code of the refusal that it is; None for a grant."""
+    with frame.fds:
+        assert isinstance(frame.message, Refused | Grant)
+        return frame.message.code if isinstance(frame.message, Refused) else None
 
 
 def test_an_error_of_ours_does_not_end_the_following(caplog: pytest.LogCaptureFixture) -> None:

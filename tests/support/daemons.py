@@ -34,6 +34,7 @@ from weightcached.protocol.hashing import content_digest
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
+    Event,
     Grant,
     Hello,
     Loading,
@@ -227,11 +228,11 @@ def ask(channel: Channel, message: Message, *, timeout_s: float = TIMEOUT_S) -> 
     return frame.message
 
 
-def converse(channel: Channel, hello: Hello, *, timeout_s: float = TIMEOUT_S) -> Frame:
-    """Send a Hello and receive frames until one that is not Loading."""
+def converse(channel: Channel, message: Message, *, timeout_s: float = TIMEOUT_S) -> Frame:
+    """Send, and receive frames until one that is an answer and not Loading."""
     deadline = Deadline.after(timeout_s)
-    channel.send(hello, deadline=deadline)
-    while isinstance((frame := channel.receive(deadline=deadline)).message, Loading):
+    channel.send(message, deadline=deadline)
+    while isinstance((frame := channel.receive(deadline=deadline)).message, Loading | Event):
         frame.fds.close()
     return frame
 
