@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -32,20 +33,26 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None) -> Pa
     they are downloaded (blocks, as long as that takes), unless ``HF_HUB_OFFLINE`` forbids it. Raises
     :class:`InvalidOption` when ``model`` is neither, :class:`CheckpointError` when the hub's files cannot be had.
     """
-    path = Path(model)
-    named = os.fspath(model) != ""  # Path("") would be the current directory
-    if named and path.is_dir():
-        if revision is not None:
-            raise InvalidOption("a revision belongs to a hub id, not to a directory", found=revision, where=path)
-        return path
-    if (named and path.exists()) or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
-        raise InvalidOption(
-            "the model is neither a directory nor a hub id",
-            expected="a directory with config.json and *.safetensors, or an id such as Qwen/Qwen3-8B",
-            found="a file" if named and path.exists() else "nothing there",
-            where=repr(model),
-        )
-    return _snapshot(model, revision)
+    path, found = Path(model), "nothing there"
+    try:
+        mode = os.stat(model).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        if isinstance(model, str) and _HUB_ID.fullmatch(model):
+            return _snapshot(model, revision)
+    except OSError as error:
+        found = str(error.strerror)
+    else:
+        if stat.S_ISDIR(mode):
+            if revision is not None:
+                raise InvalidOption("a revision belongs to a hub id, not to a directory", found=revision, where=path)
+            return path
+        found = "a file"
+    raise InvalidOption(
+        "the model is neither a directory nor a hub id",
+        expected="a directory with config.json and *.safetensors, or an id such as Qwen/Qwen3-8B",
+        found=found,
+        where=repr(model),
+    )
 
 
 def _snapshot(model: str, revision: str | None) -> Path:

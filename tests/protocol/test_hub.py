@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked import in_child
+from tests.support.unprivileged import NOBODY
 from tests.support.weight_directories import make
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.hub import resolve
@@ -173,10 +175,28 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_said_at_once(
 
 def test_a_file_is_no_model_and_a_directory_has_no_revision(tmp_path: Path) -> None:
     file = make(tmp_path, {"model.safetensors": b""}) / "model.safetensors"
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOption, match="found: a file"):
         resolve(file)
     with pytest.raises(InvalidOption):
         resolve(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "/" + "x/" * 2500])
+def test_a_name_too_long_is_an_error_of_ours(name: str) -> None:
+    with pytest.raises(InvalidOption, match="File name too long"):
+        resolve(name)
+
+
+@pytest.mark.root
+def test_a_directory_behind_one_that_may_not_be_searched_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "closed" / "model").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0)
+
+    def as_nobody() -> None:
+        with pytest.raises(InvalidOption, match="Permission denied"):
+            resolve(tmp_path / "closed" / "model")
+
+    in_child(as_nobody, uid=NOBODY)
 
 
 # Hub ids
