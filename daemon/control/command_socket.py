@@ -29,7 +29,7 @@ UNDER_WAY_EACH_MAX = 32
 WAITING_MAX = UNDER_WAY_MAX // 2
 """Of those in all, the ones that merely wait: however many wait, what they wait for can be decided."""
 
-_QUEUED_MAX = 16
+_QUEUED_MAX = 2 * UNDER_WAY_EACH_MAX  # an answer that finds no room is lost: whoever reads has room for all of its own
 _BATCH = 16
 _PARTS = 3  # ZeroMQ's word for the connection, the question's number, the frame
 

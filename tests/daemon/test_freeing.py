@@ -2,6 +2,7 @@
 many changes nothing is left of them."""
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.cgroups import memory_limit
 from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import scripted_daemon, supervised_daemon
+from tests.support.eventually import eventually
 from tests.support.manager import Manager
 from tests.support.resources import anonymous_nbytes, open_fds
 from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
@@ -120,10 +122,8 @@ def test_200_changes_leave_nothing_behind(model: Path, runtime_dir: Path, tmp_pa
         served.wait_until("ready")
         changer = Changer(served)
 
-        def held() -> tuple[list[str], int]:
-            pid = served.report().pid
-            kinds = sorted(what.split(":")[0] for what in open_fds(pid).values())
-            return kinds, sum("memfd" in what for what in open_fds(pid).values())
+        def held() -> Counter[str]:
+            return Counter(what.split(":")[0] for what in open_fds(served.report().pid).values())
 
         def a_round(number: int) -> None:
             changer.update(from_directory(other if number % 2 else model))
@@ -136,8 +136,8 @@ def test_200_changes_leave_nothing_behind(model: Path, runtime_dir: Path, tmp_pa
         for number in range(3, 21):
             a_round(number)
         report = served.report()
-        assert held() == before
-        assert held()[1] == 5
+        eventually(lambda: not held() - before)  # the last command's connection may be about to go, as it may before
+        assert held()["/memfd"] == 5
         assert report.generations == 2
         assert anonymous_nbytes(report.pid) < memory + 4 * MIB < 64 * MIB
         assert report.vault == "kept"
