@@ -26,6 +26,9 @@ class Published:
     generation: str
     version: str | None
     """None where the daemon did not say: the grant will."""
+    receipts_version: str | None
+    """The one that stands in until the content digest is known, which one rank's daemon may know before another's:
+    ranks have the same weights where either of the two is the same."""
     drops: tuple[str, ...] = ()
     """What an engine has to drop when it switches. Empty where the daemon was asked: then everything that was computed
     from weights."""
@@ -54,8 +57,9 @@ class Follower:
         if self._unheard and self._lease.state == "connected":
             report = self._lease.status(timeout_s=timeout_s)
             with self._changed:
-                if self._unheard and report.generation is not None:
-                    self._published = Published(report.generation, report.version)
+                current = next((one for one in report.held if one.standing == "current"), None)
+                if self._unheard and current is not None:
+                    self._published = Published(current.generation, current.version, current.receipts_version)
                 self._unheard = False
         published = self._published
         return None if published is None or published.generation == self._weights.generation else published
@@ -82,7 +86,7 @@ class Follower:
     def _heard(self, event: Event) -> None:
         if event.kind == "published" and event.generation is not None:
             with self._changed:
-                self._published = Published(event.generation, event.version, event.drops)
+                self._published = Published(event.generation, event.version, event.receipts_version, event.drops)
                 self._unheard = False
             self.nudge()
 

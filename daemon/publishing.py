@@ -103,6 +103,7 @@ class Publishing:
                 generation=generation.id,
                 message="other weights are served from now on",
                 version=generation.version,
+                receipts_version=generation.receipts_version,
                 drops=DROPS,
             )
         )

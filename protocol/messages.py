@@ -227,6 +227,8 @@ class Event(Message):
     message: LongText
     version: ShortText | None = None
     """Of ``published``: that of ``generation``, for ranks to compare before they use it."""
+    receipts_version: ShortText | None = None
+    """The same: one of the two has to be equal, as with grants."""
     drops: Annotated[tuple[ShortText, ...], Field(strict=False, max_length=EVENT_DROPS_MAX)] = ()
     """Of ``published``: what an engine has to drop when it switches, because it was computed from other weights."""
 

@@ -41,11 +41,12 @@ class WeightSwitching:
     vllm_config: Any
     _weightcached_staging: _Staging | None
 
-    def weightcached_published(self) -> str | None:
-        """The version that this rank's daemon grants now, if it is not the one in use."""
+    def weightcached_published(self) -> tuple[str, ...]:
+        """The versions, one or two, of what this rank's daemon grants now; none if that is in use."""
         given = swapping.served(self.model_runner.get_model())
         published = None if given is None else given.follower.pending()
-        return None if published is None else published.version
+        words = () if published is None else (published.version, published.receipts_version)
+        return tuple(word for word in words if word is not None)
 
     def weightcached_stage(self, version: str | None, timeout_s: float) -> None:
         """Begin to prepare that version (None: the one that is granted now), beside the steps that go on."""
@@ -134,8 +135,8 @@ class _Staging:
 
 def published_version(llm: Any) -> str | None:
     """The version that the daemons of all ranks grant now, if it is not the one in use: None until they are one."""
-    versions = set(llm.collective_rpc("weightcached_published"))
-    return versions.pop() if len(versions) == 1 else None
+    first, *others = llm.collective_rpc("weightcached_published")
+    return next((version for version in first if all(version in other for other in others)), None)
 
 
 def switch_weights(

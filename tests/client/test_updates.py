@@ -67,7 +67,9 @@ def test_an_update_is_heard_and_used_and_taken_back(served: Daemon, other: Path)
         found = heard(following, weights)
         assert found.drops
         done = swapped(weights, generation=found.generation)
-        assert (done.from_generation, done.to_version) == (first, found.version)
+        assert (done.from_generation, done.to_generation) == (first, found.generation)
+        assert None not in (found.version, found.receipts_version)
+        assert {done.to_version, found.version} <= {weights.version, found.receipts_version}
         weights.verify()
         assert any(not before[name].equal(tensor) for name, tensor in weights.items())
         assert {name: tensor.data_ptr() for name, tensor in weights.items()} == captured
