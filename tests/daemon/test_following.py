@@ -47,6 +47,19 @@ def start(model: Path, runtime_dir: Path) -> Iterator[Callable[[int], Daemon]]:
         yield start
 
 
+def both_ready(start: Callable[[int], Daemon]) -> tuple[list[Daemon], Changer, Changer]:
+    """The daemons, rank 0 first, and who changes each: the leader, and the one that follows it."""
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.wait_until("ready")
+    leader = Changer(ranks[0])
+    return ranks, leader, Changer(ranks[1], leader)
+
+
+def version_prepared(rank: Changer) -> str:
+    return next(one.version for one in rank.state().generations if one.standing == "prepared")
+
+
 def both_prepared(leader: Changer, follower: Changer, source: Path) -> str:
     leader.open(transaction := new_transaction())
     for rank in (leader, follower):
@@ -63,11 +76,7 @@ def wait_change(daemon: Daemon, state: str) -> None:
 
 
 def test_a_prepared_rank_switches_once_the_leader_has_written_so(start: Callable[[int], Daemon], other: Path) -> None:
-    ranks = [start(0), start(1)]
-    for rank in ranks:
-        rank.wait_until("ready")
-    leader = Changer(ranks[0])
-    follower = Changer(ranks[1], leader)
+    ranks, leader, follower = both_ready(start)
     transaction = both_prepared(leader, follower, other)
     waiting = follower.ask(Resolve(transaction=transaction), RankState)
     assert waiting.change is not None
@@ -94,10 +103,8 @@ def test_a_leader_that_no_place_could_have_is_refused_before_anything_is_prepare
 
 
 def test_an_abort_reaches_a_rank_that_is_prepared(start: Callable[[int], Daemon], other: Path) -> None:
-    ranks = [start(0), start(1)]
-    before = [rank.wait_until("ready").generation for rank in ranks]
-    leader = Changer(ranks[0])
-    follower = Changer(ranks[1], leader)
+    ranks, leader, follower = both_ready(start)
+    before = [rank.current() for rank in (leader, follower)]
     transaction = both_prepared(leader, follower, other)
     leader.decide(transaction, commit=False)
     follower.ask(Resolve(transaction=transaction), RankState)
@@ -110,11 +117,8 @@ def test_both_are_killed_in_between_and_the_follower_finds_the_decision(
     start: Callable[[int], Daemon], other: Path
 ) -> None:
     """The follower dies prepared; the leader decides, and dies too. Nobody tells the follower that comes back."""
-    ranks = [start(0), start(1)]
-    for rank in ranks:
-        rank.wait_until("ready")
-    leader = Changer(ranks[0])
-    transaction = both_prepared(leader, Changer(ranks[1], leader), other)
+    ranks, leader, follower = both_ready(start)
+    transaction = both_prepared(leader, follower, other)
     ranks[1].stop(signal.SIGKILL)
     decided = leader.decide(transaction, commit=True)
     ranks[0].stop(signal.SIGKILL)
@@ -133,13 +137,9 @@ def test_both_are_killed_in_between_and_the_follower_finds_the_decision(
 def test_an_engine_that_wants_what_is_prepared_waits_for_the_decision(
     start: Callable[[int], Daemon], other: Path
 ) -> None:
-    ranks = [start(0), start(1)]
-    for rank in ranks:
-        rank.wait_until("ready")
-    leader = Changer(ranks[0])
-    follower = Changer(ranks[1], leader)
+    ranks, leader, follower = both_ready(start)
     transaction = both_prepared(leader, follower, other)
-    version = next(one.version for one in follower.state().generations if one.standing == "prepared")
+    version = version_prepared(follower)
     answers: list[Frame] = []
     channel = ranks[1].connect()
     try:
@@ -163,13 +163,9 @@ def test_an_engine_that_would_switch_to_what_is_prepared_is_told_to_ask_again(
     start: Callable[[int], Daemon], other: Path
 ) -> None:
     """It saw the version at rank 0. Asked, this rank reads the decision at once, instead of when its pause is over."""
-    ranks = [start(0), start(1)]
-    for rank in ranks:
-        rank.wait_until("ready")
-    leader = Changer(ranks[0])
-    follower = Changer(ranks[1], leader)
+    ranks, leader, follower = both_ready(start)
     transaction = both_prepared(leader, follower, other)
-    version = next(one.version for one in follower.state().generations if one.standing == "prepared")
+    version = version_prepared(follower)
     with closing(ranks[1].connect()) as channel:
         with converse(channel, ranks[1].hello(want="current")).fds:
             pass
