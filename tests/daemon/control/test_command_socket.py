@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.support.renumbering import free_again
 from tests.support.resources import open_fds
 from weightcached.daemon.claim import Claim
 from weightcached.daemon.control import command_socket
@@ -299,22 +300,6 @@ def test_waiting_ends_with_the_connection(claim: Claim, on_loop, monkeypatch: py
         assert ended >= 6
 
     on_loop(look())
-
-
-def free_again(number: int) -> OwnedFds:
-    """Wait until that descriptor is closed, and leave one below it free: the next two that are opened are these, as
-    long as what this gives is open.
-    """
-    below, deadline = list[int](), Deadline.after(20)
-    while (opened := os.open(os.devnull, os.O_RDONLY)) != number:
-        assert not deadline.passed
-        if opened < number:
-            below.append(opened)
-        else:
-            os.close(opened)
-    os.close(opened)
-    os.close(below.pop())
-    return OwnedFds(below)
 
 
 def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(

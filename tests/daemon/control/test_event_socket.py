@@ -7,19 +7,24 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import zmq
 
+from tests.support.eventually import eventually
+from tests.support.renumbering import free_again
 from tests.support.resources import open_fds
 from weightcached.client.control.listening import Heard, Listener, Lost, follow
 from weightcached.daemon.claim import Claim
+from weightcached.daemon.control import event_socket
+from weightcached.daemon.control.door import connection_of
 from weightcached.daemon.control.event_socket import QUEUED_MAX, EventSocket
-from weightcached.protocol.control import SUBSCRIPTIONS_MAX, ControlEvent
-from weightcached.protocol.control_sockets import endpoint, readable
+from weightcached.protocol.control import EVENTS_TOPIC, SUBSCRIPTIONS_MAX, ControlEvent
+from weightcached.protocol.control_sockets import endpoint, has_message, readable
 from weightcached.protocol.errors import DaemonAbsent, DaemonUnreachable, ProtocolError
+from weightcached.protocol.fds import OwnedFds
 
 NONCE = secrets.token_hex(16)
 
@@ -56,6 +61,10 @@ class Happening:
     def _snapshot(self) -> ControlEvent:
         self.snapshots += 1
         return self._event("snapshot")
+
+    @property
+    def has_listeners(self) -> bool:
+        return self._socket.has_listeners
 
     def happen(self, message: str = "") -> None:
         self.sequence += 1
@@ -115,6 +124,52 @@ def test_nothing_is_missed_while_one_begins_to_listen(claim: Claim, on_loop) -> 
             going.cancel()
 
     on_loop(look())
+
+
+def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
+    claim: Claim, on_loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt."""
+    numbers: list[int] = []
+    meanwhile: list[Callable[[], None]] = []
+    fillers = OwnedFds()
+
+    def remembered(part: zmq.Frame) -> int:
+        numbers.append(connection_of(part))
+        return numbers[-1]
+
+    def looked(of: zmq.Socket) -> bool:
+        while meanwhile:
+            meanwhile.pop()()
+            assert of.poll(20_000)
+        return has_message(of)
+
+    monkeypatch.setattr(event_socket, "connection_of", remembered)
+    monkeypatch.setattr(event_socket, "has_message", looked)
+
+    async def look() -> None:
+        async with happening(claim) as now:
+            with zmq.Context() as context, context.socket(zmq.SUB) as first, context.socket(zmq.SUB) as second:
+                first.connect(endpoint(now.place.events_path))
+                first.subscribe(EVENTS_TOPIC)
+                await asyncio.to_thread(eventually, lambda: now.has_listeners)
+
+                def swap() -> None:
+                    first.close(0)
+                    fillers.extend(free_again(numbers[-1]).take_all())
+                    second.subscribe(EVENTS_TOPIC)
+                    second.connect(endpoint(now.place.events_path))
+
+                meanwhile.append(swap)
+                now.happen()  # has the daemon look
+                await asyncio.to_thread(eventually, lambda: len(numbers) > 1)
+                now.happen()
+                await readable((second,), 20)
+                assert now.has_listeners
+
+    with fillers:
+        on_loop(look())
+    assert numbers.count(numbers[0]) == 2, "or nothing was shown"
 
 
 def test_a_snapshot_is_for_the_one_who_asked(claim: Claim, on_loop) -> None:
