@@ -42,6 +42,7 @@ from weightcached.protocol.errors import (
     DaemonNotReady,
     GenerationGone,
     InvalidOption,
+    TransferError,
     UpdateConflict,
     WeightCacheError,
     WorkerDied,
@@ -347,18 +348,29 @@ def test_weights_of_another_configuration_are_refused_by_name_and_nothing_change
     assert versions(ranks) == first
 
 
-def test_a_worker_that_dies_on_one_rank_fails_the_change_on_all(
-    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("spoiled", "error", "why"),
+    [({"kill_at": "memory"}, WorkerDied, ""), ({"flip": 4095}, TransferError, ".*1 that differ: weight")],
+    ids=["dies", "leaves other bytes than it says"],
+)
+def test_a_worker_that_fails_on_one_rank_fails_the_change_on_all(
+    settled_model: Path,
+    newer: Path,
+    runtime_dir: Path,
+    tmp_path: Path,
+    spoiled: dict[str, Any],
+    error: type[WeightCacheError],
+    why: str,
 ) -> None:
-    script = {"kill_at": "memory", "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
+    script = {**spoiled, "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
     (tmp_path / "attempts").touch()
     with group(settled_model, runtime_dir, scripts={1: script}) as ranks:
         first = versions(ranks)
-        with pytest.raises(WorkerDied, match="not changed on rank tp1of2"):
+        with pytest.raises(error, match=f"not changed on rank tp1of2{why}"):
             update(newer, runtime_dir=runtime_dir)
         assert versions(ranks) == first
         assert waiting(ranks) == []
-        assert len(Changer(ranks[0]).state().generations) == 1, "rank 0 dropped what it had prepared"
+        assert [len(Changer(rank).state().generations) for rank in ranks] == [1, 1], "what was prepared is dropped"
 
 
 def test_a_slow_rank_is_waited_for_but_not_for_ever(
