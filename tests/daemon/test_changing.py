@@ -110,15 +110,17 @@ def test_rolled_back_and_forward_without_a_load(model: Path, other: Path, runtim
 
 
 @pytest.mark.parametrize(
-    ("script", "code"),
+    ("script", "code", "why"),
     [
-        ({"kill_at": "memory"}, "worker_died"),
-        ({"exit_at": "planned"}, "worker_died"),
-        ({"manifest": "missing"}, "transfer"),
+        ({"kill_at": "memory"}, "worker_died", "SIGKILL"),
+        ({"exit_at": "planned"}, "worker_died", "status 0"),
+        ({"manifest": "missing"}, "transfer", "lacks the manifest"),
+        ({"flip": 4095}, "transfer", "1 that differ: weight"),
     ],
+    ids=str,
 )
 def test_a_change_that_fails_returns_to_ready_with_the_reason(
-    model: Path, other: Path, runtime_dir: Path, tmp_path: Path, script: dict, code: str
+    model: Path, other: Path, runtime_dir: Path, tmp_path: Path, script: dict, code: str, why: str
 ) -> None:
     attempts = tmp_path / "attempts"
     attempts.touch()
@@ -130,7 +132,11 @@ def test_a_change_that_fails_returns_to_ready_with_the_reason(
         assert failed.change is not None
         assert (failed.change.state, failed.change.error_code) == ("failed", code)
         assert (failed.state, standings(failed)) == ("ready", [(first.generation, "current")])
+        assert why in str(failed.change.error)
         assert served.report().last_error is None, "nothing is wrong with what is served"
+        grant, fds = served.attach()
+        with fds:
+            assert grant.generation == first.generation
         with pytest.raises(UpdateConflict):
             changer.decide(transaction, commit=True)
         assert changer.decide(transaction, commit=False).outcome == "aborted"

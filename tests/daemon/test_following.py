@@ -2,10 +2,12 @@
 and never assumes one."""
 
 import asyncio
+import selectors
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,26 @@ import pytest
 
 from tests.support.commanding import Changer, from_directory, new_transaction, other_weights, standings
 from tests.support.daemons import Daemon, converse
+from tests.support.generations import generation, published
 from tests.support.manager import Manager
-from weightcached.daemon.following import Following
+from weightcached.daemon.change_custody import ChangeCustody
+from weightcached.daemon.changing import Changing
+from weightcached.daemon.custody import Custody
+from weightcached.daemon.following import ANSWER_TIMEOUT_S, PAUSE_MAX_S, Following
+from weightcached.daemon.generations import Generations
+from weightcached.daemon.holdings import Holdings
+from weightcached.daemon.state_record import PreparedRecord, StateFile
+from weightcached.daemon.vault import NoVault
 from weightcached.protocol.control import ChangeInfo, Decided, Prepare, RankState, Resolve
-from weightcached.protocol.errors import DaemonNotReady, GenerationGone, InvalidOption, InvalidPlace
+from weightcached.protocol.errors import (
+    DaemonAbsent,
+    DaemonNotReady,
+    DaemonUnreachable,
+    GenerationGone,
+    InvalidOption,
+    InvalidPlace,
+    ProtocolError,
+)
 from weightcached.protocol.framing import Frame
 from weightcached.protocol.messages import Grant, Message, Refused, Switch
 from weightcached.protocol.places import Place
@@ -109,8 +127,8 @@ def test_an_abort_reaches_a_rank_that_is_prepared(start: Callable[[int], Daemon]
     leader.decide(transaction, commit=False)
     follower.ask(Resolve(transaction=transaction), RankState)
     ranks[1].wait_logged("generation dropped")
-    for rank, generation in zip((leader, follower), before, strict=True):
-        assert standings(rank.state()) == [(generation, "current")]
+    for rank, before_it in zip((leader, follower), before, strict=True):
+        assert standings(rank.state()) == [(before_it, "current")]
 
 
 def test_both_are_killed_in_between_and_the_follower_finds_the_decision(
@@ -215,3 +233,97 @@ def test_an_error_of_ours_does_not_end_the_following(caplog: pytest.LogCaptureFi
     [record] = [one for one in caplog.records if one.exc_info]
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
+
+
+class _Skipping(selectors.DefaultSelector):
+    """Lets time go by at once, wherever an event loop would wait."""
+
+    skipped_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "it waits for nothing that will come"
+        self.skipped_s += max(timeout, 0)
+        return super().select(0)
+
+
+class _Hurried(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _Skipping()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.skipped_s
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMMITTED, Outcome.ABORTED])
+def test_however_long_the_decision_is_not_known_nothing_is_done(outcome: Outcome) -> None:
+    """A thousand readings that fail in every way, hours of them; then the one that says what was decided."""
+    served, newer = (generation(id=f"{number:032x}") for number in (1, 2))
+    waiting = PreparedRecord(transaction=new_transaction(), generation=newer.id, leader="host-tp0of2")
+    held = Generations(keep=1, grace_s=0.0)
+    held.add(published(served))
+    held.make_current(served.id)
+    held.add(published(newer, staged=True))
+    custody = Custody(NoVault(), Holdings(), StateFile.create())
+    changes = ChangeCustody(custody)
+    changes.prepare_held(waiting)
+    acted: list[tuple[str, int]] = []
+    asked = count(1)
+    readings = 0
+
+    async def drop(generation_id: str, *, reason: str) -> None:
+        acted.append((f"dropped {generation_id}", readings))
+
+    record: Any = SimpleNamespace(
+        generations=held,
+        last_error=None,
+        options=SimpleNamespace(keep_generations=1),
+        events=SimpleNamespace(say=lambda *_: None),
+        changes=SimpleNamespace(announce=lambda: None),
+    )
+    publishing: Any = SimpleNamespace(switch=lambda id_: acted.append((f"served {id_}", readings)))
+    freeing: Any = SimpleNamespace(drop=drop, wake=lambda: None)
+    changing = Changing(record, changes, publishing, freeing, SimpleNamespace())  # type: ignore[arg-type]
+    changing.restore()
+
+    async def read(_place: Place, request: Message, _answer: Any, *, deadline: Any) -> Any:
+        nonlocal readings
+        readings = next(asked)
+        answer = Decided(transaction=waiting.transaction, outcome=outcome, vault_id="3" * 32)
+        if readings > 1000:
+            versions = {"version": newer.version, "receipts_version": newer.receipts_version}
+            return answer.model_copy(update=versions if outcome.is_commit else {})
+        match readings % 6:
+            case 0:
+                await asyncio.sleep(ANSWER_TIMEOUT_S)
+                raise DaemonNotReady("no answer in time")
+            case 1:
+                return answer.model_copy(update={"outcome": Outcome.OPEN})
+            case 2:
+                return answer.model_copy(update={"outcome": Outcome.UNKNOWN})
+            case 3:
+                raise DaemonUnreachable("nobody listens")
+            case 4:
+                raise DaemonAbsent("no weights are cached here")
+        raise ProtocolError("that is no answer")
+
+    async def follow() -> float:
+        following = Following(Place(Path("/run"), "default", "host-tp1of2"), changing, read)  # type: ignore[arg-type]
+        following.start()
+        while readings < 1000:
+            assert (changes.prepared, acted) == (waiting, [])
+            assert changing.info is not None
+            assert changing.info.state == "prepared"
+            await asyncio.sleep(PAUSE_MAX_S)
+        for _ in range(10):  # more than are needed: it asks no more
+            following.start()
+            await asyncio.sleep(PAUSE_MAX_S)
+        await following.stop()
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=_Hurried) as runner:
+        assert runner.run(follow()) > 1000 * PAUSE_MAX_S
+    assert acted == [(f"{'served' if outcome.is_commit else 'dropped'} {newer.id}", 1001)]
+    assert readings == 1001
+    assert changes.prepared is None
+    custody.close()

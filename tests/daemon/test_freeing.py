@@ -1,8 +1,10 @@
 """What is given back, and when: by count, by the last lease, by command, after the grace, and for room. And that after
 many changes nothing is left of them."""
 
+import re
 import signal
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.support.manager import Manager
 from tests.support.resources import anonymous_nbytes, open_fds
 from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
 from weightcached.protocol.errors import GenerationGone, UpdateConflict
+from weightcached.protocol.memory import host
 
 MIB = 1 << 20
 
@@ -111,6 +114,43 @@ def test_room_is_made_of_what_is_kept_for_rollback_and_else_refused_with_the_num
         assert (failed.state, failed.change.error_code) == ("ready", "insufficient_memory")
         assert "2 generations of 240 MiB" in str(failed.change.error)
         assert "bytes free of" in str(failed.change.error)
+
+
+@pytest.mark.root
+def test_what_an_engine_still_maps_is_measured_though_no_lease_says_so(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """The book is empty and the generation freed; its pages are not, and the next one would have no room."""
+    one, two = several(model, tmp_path, 2)
+    script = {"segment_nbytes": 120 * MIB}
+    with (
+        memory_limit(450 * MIB) as group,
+        scripted_daemon(model, runtime_dir, "--keep-generations", "0", script=script, group=group) as served,
+    ):
+        first = served.wait_until("ready").generation
+        changer = Changer(served)
+        lease = served.connect()
+        _, fds = served.attach(lease)
+        with fds, closing(host.map_readonly(fds[1], nbytes=120 * MIB)) as mapping:
+            fds.close()
+            second = changer.update(from_directory(one)).current
+            lease.close()
+            served.wait_logged("generation dropped", generation=first)
+            transaction, refused = changer.prepare(from_directory(two))
+            assert standings(refused) == [(second, "current")], "the book has one of 120 MiB"
+            assert refused.change is not None
+            assert (refused.state, refused.change.error_code) == ("ready", "insufficient_memory")
+            why = str(refused.change.error)
+            numbers = re.search(r"(\d+) bytes free \((\d+) for the shard.*?(\d+) bytes free of", why)
+            assert numbers is not None, why
+            needed, shard, free = map(int, numbers.groups())
+            assert shard == 120 * MIB
+            assert free < needed < free + 120 * MIB, "what nobody lists is what it lacks"
+            assert "beside 1 generation of 120 MiB" in why
+            changer.decide(transaction, commit=False)
+            assert bytes(mapping.view()[:2]) == b"\1\0", "the engine has it still"
+        third = changer.update(from_directory(two)).current
+        assert third not in (first, second)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
 - ``spoil_from_attempt``: do the above only from that attempt on, counted in the same way
 - ``manifest``: ``unsealed``, ``short`` (another size than announced) or ``missing``
+- ``flip``: a byte of the segment that becomes another than the manifest's digest is of
 - ``keep_mapping``: ``worker`` keeps a writable mapping until it exits, ``child`` leaves it to a process of its own
 """
 
@@ -147,6 +148,8 @@ def main() -> None:
     os.pwrite(segment, b"\1", 0)
     channel.send(Progress(stage="read", bytes_done=NBYTES // 2, bytes_total=NBYTES))
     point("progress", channel)
+    if SPOILED and "flip" in SCRIPT:
+        os.pwrite(segment, b"\xff", SCRIPT["flip"])
     keep_mapping(segment)
     report(channel, job, memory)
 

@@ -9,15 +9,17 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
-from tests.support.daemons import Daemon, scripted_daemon
+from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
 from tests.support.groups import Change, group, versions, waiting
 from weightcached.client import attach
 from weightcached.client.control import (
@@ -41,7 +43,9 @@ from weightcached.protocol.errors import (
     DaemonAbsent,
     DaemonNotReady,
     GenerationGone,
+    InsufficientMemory,
     InvalidOption,
+    TransferError,
     UpdateConflict,
     WeightCacheError,
     WorkerDied,
@@ -347,43 +351,89 @@ def test_weights_of_another_configuration_are_refused_by_name_and_nothing_change
     assert versions(ranks) == first
 
 
-def test_a_worker_that_dies_on_one_rank_fails_the_change_on_all(
-    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+def late(folder: Path, **script: Any) -> dict[str, Any]:
+    """A script whose second load begins when a byte has been written to ``pipe`` in ``folder``."""
+    os.mkfifo(folder / "pipe")
+    (folder / "attempts").touch()
+    second = {"spoil_from_attempt": 2, "attempts": str(folder / "attempts")}
+    return {"hang_at": "job", "release": str(folder / "pipe"), **second, **script}
+
+
+@contextmanager
+def let_go_once_prepared(rank: Daemon, folder: Path) -> Iterator[None]:
+    """Who is :func:`late` goes on when ``rank`` is prepared."""
+
+    def let_go() -> None:
+        rank.wait_logged("change", change="prepared")
+        with open(folder / "pipe", "wb") as pipe:
+            pipe.write(b"1")
+
+    helper = threading.Thread(target=let_go, daemon=True)
+    helper.start()
+    yield
+    helper.join(TIMEOUT_S)
+    assert not helper.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "error", "why"),
+    [({"kill_at": "memory"}, WorkerDied, ""), ({"flip": 4095}, TransferError, ".*1 that differ: weight")],
+    ids=["dies", "leaves other bytes than it says"],
+)
+def test_a_worker_that_fails_on_one_rank_fails_the_change_on_all(
+    settled_model: Path,
+    newer: Path,
+    runtime_dir: Path,
+    tmp_path: Path,
+    spoiled: dict[str, Any],
+    error: type[WeightCacheError],
+    why: str,
 ) -> None:
-    script = {"kill_at": "memory", "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
-    (tmp_path / "attempts").touch()
-    with group(settled_model, runtime_dir, scripts={1: script}) as ranks:
+    with group(settled_model, runtime_dir, scripts={1: late(tmp_path, **spoiled)}) as ranks:
         first = versions(ranks)
-        with pytest.raises(WorkerDied, match="not changed on rank tp1of2"):
+        with (
+            let_go_once_prepared(ranks[0], tmp_path),
+            pytest.raises(error, match=f"not changed on rank tp1of2{why}"),
+        ):
             update(newer, runtime_dir=runtime_dir)
         assert versions(ranks) == first
         assert waiting(ranks) == []
-        assert len(Changer(ranks[0]).state().generations) == 1, "rank 0 dropped what it had prepared"
+        assert [len(Changer(rank).state().generations) for rank in ranks] == [1, 1], "what was prepared is dropped"
+
+
+@pytest.mark.root
+def test_a_rank_without_room_is_named_with_the_numbers_and_all_keep_what_they_serve(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 1 is put into a group with a limit after its first load, which is counted elsewhere."""
+    nbytes, limit_nbytes = 120 << 20, 150 << 20
+    large = {"segment_nbytes": nbytes}
+    with (
+        memory_limit(limit_nbytes) as limited,
+        group(settled_model, runtime_dir, scripts={0: large, 1: late(tmp_path, **large)}) as ranks,
+    ):
+        (limited / "cgroup.procs").write_text(str(ranks[1].report().pid))
+        first, held = versions(ranks), [standings(Changer(rank).state()) for rank in ranks]
+        numbers = rf"{nbytes} for the shard.*\d+ bytes free of {limit_nbytes}.*limit"
+        with (
+            let_go_once_prepared(ranks[0], tmp_path),
+            pytest.raises(InsufficientMemory, match=rf"not changed on rank tp1of2.*{numbers}"),
+        ):
+            update(newer, runtime_dir=runtime_dir)
+        assert [standings(Changer(rank).state()) for rank in ranks] == held, "what was prepared is dropped"
+        assert (versions(ranks), waiting(ranks)) == (first, [])
 
 
 def test_a_slow_rank_is_waited_for_but_not_for_ever(
     settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    """Opening the pipe for writing returns when the worker waits at its other end."""
-    release = tmp_path / "release"
-    release_path = str(release)
-    script = {"hang_at": "memory", "spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts")}
-    (tmp_path / "attempts").touch()
-    os.mkfifo(release)
-    with group(settled_model, runtime_dir, scripts={1: {**script, "release": release_path}}) as ranks:
+    with group(settled_model, runtime_dir, scripts={1: late(tmp_path)}) as ranks:
         first = versions(ranks)
         with pytest.raises(DaemonNotReady, match="tp1of2: not prepared in time"):
             update(newer, runtime_dir=runtime_dir, timeout_s=2)
         assert (versions(ranks), waiting(ranks)) == (first, [])
-
-        def let_go() -> None:
-            with open(release, "wb") as pipe:
-                pipe.write(b"1")
-
-        helper = threading.Thread(target=let_go)
-        helper.start()
-        update(newer, runtime_dir=runtime_dir, timeout_s=60)
-        helper.join()
+        with let_go_once_prepared(ranks[0], tmp_path):
+            update(newer, runtime_dir=runtime_dir, timeout_s=60)
         assert len(set(versions(ranks))) == 1
         assert versions(ranks) != first
 
