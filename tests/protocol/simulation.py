@@ -1,10 +1,11 @@
 """Every interleaving of a change over a few ranks: coordinators, ranks, engines, lost answers, late commands, deaths.
 
 The decisions are those that run: ``client/control/course.py`` for coordinators, ``protocol/transaction.py`` for ranks
-and their records. Modelled is only what carries them: a rank executes one command at a time; a command is answered, or
-is executed and its answer lost, or is late and executed at any later moment, once; a rank may lose what it was loading,
-rank 0 (or another) its vault; a coordinator or an engine that stops for ever is one that is never scheduled again.
-A rank that cannot reach rank 0 is one that does not read the record, for as long as the search likes.
+and their records, ``client/agreement.py`` for engines. Modelled is only what carries them: a rank executes one command
+at a time; a command is answered, or is executed and its answer lost, or is late and executed at any later moment, once;
+a rank may lose what it was loading, rank 0 (or another) its vault; a coordinator or an engine that stops for ever is
+one that is never scheduled again. A rank that cannot reach rank 0 is one that does not read the record, for as long as
+the search likes.
 
 Worlds (ranks, record, ghosts) and coordinators are interned, and what one does to the other is remembered, so that a
 state is a few small numbers. Ghosts are what no process knows: what was ever decided, and where it was acted upon; the
@@ -16,16 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weightcached.client import agreement
+from weightcached.client.agreement import Standing
 from weightcached.client.control import course as course_module
 from weightcached.client.control.course import Answer, Ask, Change, Course, Phase, Refusal, Seen, Silence, Verb
 from weightcached.protocol import transaction as rules_module
 from weightcached.protocol.errors import UpdateConflict
 from weightcached.protocol.transaction import Action, Decision, Held, Ledger, Outcome, Prepared, Versions
 
+CURRENT = "current"
+"""What an engine may ask a rank for instead of a version: whatever it serves."""
 VAULT = 100
 """What losing a vault costs, apart from deaths."""
 _LOOKS = (Verb.DESCRIBE, Verb.AWAIT, Verb.READ)
@@ -49,6 +54,12 @@ class Rules:
         dataclasses.replace(rank, change=None) if rank.change and rank.change.state != "prepared" else rank
     )
     """What is left of a rank's state when its keeper is killed and started again."""
+    grants_prepared: Callable[[Action], bool] = lambda action: action is Action.SWITCH
+    """Whether a rank gives an engine what it has prepared, by what it would do with that now."""
+    wants: Callable[[str], str] = lambda version: version
+    """What a new engine asks every rank for, when rank 0 serves ``version``."""
+    agree: Callable[[Sequence[Standing]], bool] = agreement.agree
+    """Whether an engine uses what its ranks were given."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Scenario:
     lost: tuple[int, ...] = ()
     """Ranks of which one may lose its vault, and load the first version anew."""
     engines: int = 0
+    """That start, and go over to other weights once they run."""
     mixed: bool = False
 
 
@@ -90,6 +102,21 @@ class Rank:
         if self.change is None or self.change.state != "prepared" or self.change.held is None:
             return None
         return Prepared(self.change.transaction, self.change.held)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One of all ranks. Its steps are those of ``client/vllm``: what every rank has given is compared, and used on all
+    of them or on none.
+    """
+
+    size: int
+    computes: tuple[str, ...] = ()
+    """With which version, on each rank. Nothing before it has started."""
+    wants: str = ""
+    """What a new one asks for; a running one asks for what each rank grants now."""
+    given: tuple[tuple[int, str], ...] = ()
+    """What ranks have given it for that, and it does not use yet."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +145,7 @@ class Simulation:
         self._ids: dict[Any, int] = {}
         self._executed: dict[tuple[int, int], tuple[int, int]] = {}
         self._alone: dict[int, list[tuple[str, int, int]]] = {}
+        self._engine_moves: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
         self._moves: dict[int, list[tuple[int, int, bool]]] = {}
         self._answered: dict[tuple[int, int, int], list[int]] = {}
         self._silence = self._id(Silence())
@@ -279,23 +307,28 @@ class Simulation:
     # Engines
 
     def grant(self, world: World, rank: int, version: str) -> Held | None:
-        """What ``rank`` gives an engine that wants exactly ``version``; it looks at the record where it has prepared
-        that."""
+        """What ``rank`` gives an engine that wants exactly ``version``, or :data:`CURRENT`; it looks at the record
+        where it has prepared that version."""
         one = world.ranks[rank]
+        if version == CURRENT:
+            return one.current
         wanted = Versions(version, version)
         prepared = one.prepared
         if prepared is not None and prepared.held.versions.same(wanted) and prepared.held not in one.previous:
             try:
                 decision = world.ledger.decision(prepared.transaction)
-                if self.rules.action(prepared, decision) is Action.SWITCH:
+                if self.rules.grants_prepared(self.rules.action(prepared, decision)):
                     return prepared.held
             except UpdateConflict:
                 return None
         return next((had for had in (one.current, *one.previous) if had.versions.same(wanted)), None)
 
+    def _decided(self, world: World) -> set[str]:
+        return {"v1"} | {f"v{self.scenario.plans[one].version}" for one in world.committed}
+
     def check_world(self, world: World) -> None:
         """The invariants of one world."""
-        decided = {"v1"} | {f"v{self.scenario.plans[one].version}" for one in world.committed}
+        decided = self._decided(world)
         for version in {"v1"} | {f"v{plan.version}" for plan in self.scenario.plans.values()}:
             for rank in range(len(world.ranks)):
                 given = self.grant(world, rank, version)
@@ -357,7 +390,7 @@ class Simulation:
         courses = [course_module.begin(scenario.size, one, mixed=scenario.mixed) for one in scenario.plans]
         courses += [course_module.end(scenario.size, forced=True)] * scenario.ends
         coordinators = [self._coordinator(one) for one in courses]
-        engines = (("", 0),) * scenario.engines
+        engines = (self._id(Engine(scenario.size)),) * scenario.engines
         return (self._id(world), (), scenario.late, scenario.deaths, int(bool(scenario.lost)), engines, *coordinators)
 
     def successors(self, state: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
@@ -387,29 +420,56 @@ class Simulation:
                         waits = tuple(sorted((*late, ask)))
                         yield (number, ask, "is late"), (world, waits, lates - 1, deaths, vaults, engines, *rest)
         for number, engine in enumerate(engines):
-            for what, new, engine_after in self._engine(world, *engine):
+            for what, new, engine_after in self._engine(world, engine):
                 rest = (*engines[:number], engine_after, *engines[number + 1 :])
                 yield (what,), (new, late, lates, deaths, vaults, rest, *coordinators)
 
-    def _engine(self, world_id: int, version: str, having: int) -> Iterator[tuple[str, int, tuple[str, int]]]:
-        """An engine reads what rank 0 serves, and asks every rank for exactly that."""
-        world: World = self._objects[world_id]
-        if not version:
-            current = world.ranks[0].current.versions.version
-            yield f"an engine wants {current}", world_id, (current, 0)
+    def _engine(self, world_id: int, engine_id: int) -> list[tuple[str, int, int]]:
+        """(what, world after it, engine after it): a new one reads what rank 0 serves and asks every rank for exactly
+        that, in any order; a running one asks for what each grants now."""
+        known = self._engine_moves.get((world_id, engine_id))
+        if known is None:
+            found = self._asking(self._objects[world_id], self._objects[engine_id])
+            known = [(what, self._id(world), self._id(engine)) for what, world, engine in found]
+            self._engine_moves[world_id, engine_id] = known
+        return known
+
+    def _asking(self, world: World, engine: Engine) -> Iterator[tuple[str, World, Engine]]:
+        if not engine.computes and not engine.wants:
+            wants = self.rules.wants(world.ranks[0].current.versions.version)
+            yield f"a new engine wants {wants}", world, dataclasses.replace(engine, wants=wants)
             return
-        if having == len(world.ranks):
-            return
-        given = self.grant(world, having, version)
-        if given is None:
-            yield "an engine is refused", world_id, ("", 0)
-            return
-        if given.versions.version != version:
-            raise Violation(f"an engine that wants {version} was given {given}")
-        one = world.ranks[having]
-        if one.prepared is not None and one.prepared.held == given and given not in one.previous:
-            world = self._resolve(world, having)
-        yield f"an engine has {version} of rank {having}", self._id(world), (version, having + 1)
+        asks_for, who = (CURRENT, "a running engine") if engine.computes else (engine.wants, "a new engine")
+        for rank in set(range(engine.size)) - {had for had, _ in engine.given}:
+            given = self.grant(world, rank, asks_for)
+            if given is None:
+                yield f"{who} is refused by rank {rank}", world, dataclasses.replace(engine, wants="", given=())
+                continue
+            version, prepared = given.versions.version, world.ranks[rank].prepared
+            if asks_for not in (CURRENT, version):
+                raise Violation(f"{who} that wants {asks_for} was given {given} by rank {rank}")
+            asked = world
+            if prepared is not None and prepared.held == given and asks_for != CURRENT:
+                asked = self._resolve(world, rank)
+            has = dataclasses.replace(engine, given=tuple(sorted((*engine.given, (rank, version)))))
+            yield f"{who} has {version} of rank {rank}", asked, self._compared(asked, has, who)
+
+    def _compared(self, world: World, engine: Engine, who: str) -> Engine:
+        """It uses what it was given, if that is all and one; and else goes on with what it had."""
+        if len(engine.given) < engine.size:
+            return engine
+        versions = tuple(version for _, version in engine.given)
+        standings = [
+            Standing(rank=str(rank), place="", source="daemon", version=version, receipts_version=version)
+            for rank, version in engine.given
+        ]
+        if not self.rules.agree(standings):
+            return Engine(engine.size, engine.computes)
+        if len(set(versions)) > 1:
+            raise Violation(f"{who} computes with {' and '.join(versions)}")
+        if not set(versions) <= self._decided(world):
+            raise Violation(f"{who} computes with {versions[0]}, which nobody decided")
+        return Engine(engine.size, versions)
 
     def run(self, *, max_states: int = 3_000_000) -> Simulation:
         """Visit every state; Violation with the way there."""

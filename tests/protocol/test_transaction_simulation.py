@@ -3,8 +3,8 @@ to be needed.
 
 The invariants (``simulation.py``): nothing undecided is granted; no change is both committed and aborted, nor acted
 upon otherwise than it was decided; whatever rank 0 serves, every rank can give; one `update --resolve` ends what is
-open or prepared, from every state. Where a vault is lost ranks may differ, and engines, which ask every rank for the
-version that rank 0 serves, are refused.
+open or prepared, from every state. Where a vault is lost ranks may differ; an engine, new or running, compares what its
+ranks were given, and never computes with two versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.protocol.simulation import Plan, Rank, Rules, Scenario, Simulation, Violation, held
+from tests.protocol.simulation import CURRENT, Plan, Rank, Rules, Scenario, Simulation, Violation, held
 from tests.support.unprivileged import ROOT
 from weightcached.client.control import course as course_module
 from weightcached.client.control.course import Answer, Course, Phase
@@ -27,6 +27,7 @@ SCENARIOS = {
     "two updates at once": Scenario(2, {"T1": UPDATE, "T2": OTHER}, ends=0, late=1, deaths=0),
     "an update and a rollback, an engine": Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=0, late=1, deaths=1, engines=1),
     "an update, a rollback and one that resolves": Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=1, late=0, deaths=0),
+    "an update, a vault lost, an engine": Scenario(2, {"T1": UPDATE}, ends=1, late=1, deaths=0, lost=(0, 1), engines=1),
     "an update and a rollback, a vault lost": Scenario(
         2, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0, lost=(0, 1)
     ),
@@ -141,6 +142,36 @@ MUTANTS = {
         ALONE,
     ),
 }
+
+
+BESIDE = Scenario(2, {"T1": UPDATE}, ends=0, late=0, deaths=0, engines=1)
+
+ENGINE_MUTANTS = {
+    "an engine takes each rank's current and does not compare": (
+        Rules(wants=lambda _: CURRENT, agree=lambda _: True),
+        "a new engine computes with v2 and v1",
+    ),
+    "a running engine switches and does not compare": (
+        Rules(agree=lambda _: True),
+        "a running engine computes with v2 and v1",
+    ),
+    "a rank grants what is only prepared": (
+        Rules(grants_prepared=lambda _: True),
+        r"rank \d grants .*v2.*, which nobody decided",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_MUTANTS)
+def test_without_a_rule_of_engines_the_search_finds_what_they_compute_with(name: str) -> None:
+    rules, found = ENGINE_MUTANTS[name]
+    with pytest.raises(Violation, match=f"^{found}"):
+        Simulation(BESIDE, rules).run()
+
+
+def test_an_engine_that_takes_each_ranks_current_and_compares_is_safe() -> None:
+    """It is refused where ranks differ, instead of asking for what all of them can give."""
+    Simulation(BESIDE, Rules(wants=lambda _: CURRENT)).run()
 
 
 @pytest.mark.timeout(300)
