@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_llama
-from tests.support.daemons import REAL, start
+from tests.support.daemons import REAL, Daemon, start
 from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
 from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import gpu_engine
+from tests.support.manager import Manager
 from tests.support.unprivileged import ROOT
 from weightcached.daemon import cli
 from weightcached.daemon.holdings import Holdings
 from weightcached.daemon.listen_fds import HandedOver
+from weightcached.daemon.state_record import NBYTES as STATE_NBYTES
 from weightcached.daemon.wait import wait
 from weightcached.protocol.command_line import USAGE_EXIT
+from weightcached.protocol.config import abbreviated, build_config
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host, names
@@ -259,6 +262,38 @@ def test_a_driver_that_fails_at_adoption_costs_no_kept_weights(
         seen = len(served.log.lines)
         served.kill_keeper()
         assert served.wait_ready_again(seen).generation == first.generation
+
+
+def test_without_its_record_an_adopted_grant_still_says_what_the_gpu_holds_for_it(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    """The record knows the pages; the manifest knows the segments' bytes, of which the last page is not full."""
+    device = fake_cuda.devices[0]
+    config = build_config(model, layout="hf", tp_size=1, tp_rank=0, memory="cuda-vmm", device=f"gpu-{device.uuid}")
+
+    def resident_nbytes(served: Daemon) -> tuple[int, int]:
+        served.place = place_of(device, runtime_dir)
+        report = served.wait_until("ready")
+        grant, fds = served.attach(want="current", config=abbreviated(config.entries()), fingerprint=config.fingerprint)
+        fds.close()
+        assert sum(one.nbytes for one in grant.segments) < grant.resident_nbytes == fake_cuda.used_nbytes()
+        return report.pid, report.resident_nbytes
+
+    with Manager(runtime_dir.parent) as manager:
+        given: dict[str, Any] = {"environment": fake_cuda.environment, "real": True}
+        first = manager.start(model, runtime_dir, "--device", f"cuda:{device.uuid}", **given)
+        try:
+            pid, before = resident_nbytes(first)
+        finally:
+            first.stop(signal.SIGKILL)
+        os.pwrite(manager.fd("state"), bytes(STATE_NBYTES), 0)
+        again = manager.start(model, runtime_dir, "--device", f"cuda:{device.uuid}", **given)
+        try:
+            assert resident_nbytes(again) == (again.pid, before)
+            assert (again.pid != pid, again.report().adoptions, again.report().proven) == (True, 1, False)
+        finally:
+            again.stop(signal.SIGKILL)
+    assert fake_cuda.used_nbytes() == 0
 
 
 def test_a_segment_that_came_back_as_something_else_is_not_adopted(
