@@ -296,19 +296,27 @@ def test_without_its_record_an_adopted_grant_still_says_what_the_gpu_holds_for_i
     assert fake_cuda.used_nbytes() == 0
 
 
-def test_a_segment_that_came_back_as_something_else_is_not_adopted(
-    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+@pytest.mark.parametrize(
+    ("call", "result", "code"),
+    [
+        ("cuMemImportFromShareableHandle", INVALID_VALUE, "transfer"),
+        ("cuMemGetAllocationPropertiesFromHandle", UNKNOWN, "device_failed"),
+    ],
+)
+def test_a_segment_that_cannot_be_shown_to_be_this_devices_is_not_adopted(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, call: str, result: int, code: str
 ) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
         first = served.wait_until("ready")
-        fake_cuda.fail(("cuMemImportFromShareableHandle", "*", INVALID_VALUE))
+        fake_cuda.fail((call, "*", result))
         seen = len(served.log.lines)
         served.kill_keeper()
-        served.wait_logged("not adopted", first=seen)
+        said = served.wait_logged("not adopted", first=seen)
+        assert (said["code"], call in said["reason"]) == (code, True)
         fake_cuda.fail()  # long before the worker comes to its segment: it has to start first
         again = served.wait_ready_again(seen)
         assert again.generation != first.generation
-        assert again.adoption_refusals == {"transfer": 1}
+        assert again.adoption_refusals == {code: 1}
         assert fake_cuda.used_nbytes() == again.resident_nbytes
 
 
