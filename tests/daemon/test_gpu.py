@@ -413,6 +413,29 @@ def test_the_keepers_way_to_a_gpu_imports_neither_torch_nor_numpy(fake_cuda: Fak
     assert (answer.stdout, answer.stderr) == ("set()\n", "")
 
 
+@pytest.mark.parametrize(
+    ("options", "bound_first"),
+    [("--device cuda:{} --memory cuda-vmm", True), ("--device cuda:{}", False), ("--device cuda", False)],
+)
+def test_the_driver_waits_for_the_socket_where_uuid_and_kind_are_given_and_else_names_it(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, options: str, bound_first: bool
+) -> None:
+    """Python says what it imports, in the order of the log. (What the worker says there, the log quotes.)"""
+    [device] = fake_cuda.devices
+    environment = fake_cuda.environment | {"PYTHONPROFILEIMPORTTIME": "1"}
+    served = start(model, runtime_dir, *options.format(device.uuid).split(), environment=environment)
+    try:
+        served.place = place_of(device, runtime_dir)
+        assert served.wait_until("ready").memory == "cuda-vmm"
+    finally:
+        served.stop()
+    lines = served.log.lines
+    [listening] = [number for number, line in enumerate(lines) if '"message": "listening"' in line]
+    imported = [number for number, line in enumerate(lines) if line.startswith("import time:") and " cuda." in line]
+    assert {listening < number for number in imported} == {bound_first}
+    assert not {"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"} & set(fake_cuda.calls(served.pid))
+
+
 def test_without_a_daemon_the_disk_fills_memory_of_the_engines_own(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path
 ) -> None:
