@@ -59,6 +59,9 @@ def test_engines_get_the_checkpoint_bit_for_bit_and_the_keeper_has_no_context(
             assert "cannot address" in one.ask("host_bytes")
         assert "cuCtxPushCurrent" not in fake_cuda.calls(served.pid)
         assert "cuMemMap" not in fake_cuda.calls(served.pid)
+        maps = Path(f"/proc/{served.pid}/maps").read_text()
+        assert [name for name in ("libcuda.so.1", "torch", "numpy") if name in maps] == ["libcuda.so.1"]
+        assert served.report().own_memory_nbytes < 64 << 20
 
 
 def test_engines_keep_their_weights_when_the_keeper_is_killed(
