@@ -153,7 +153,8 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
         served.wait_until("ready")
         assert fake_cuda.used_nbytes(second.uuid) > 0
         assert fake_cuda.used_nbytes(first.uuid) == 0
-        for visible, device in (("0,1", "cuda:1"), ("1", "cuda"), (f"GPU-{second.uuid[:8]}", "cuda:0")):
+        seen = [("0,1", "cuda:1"), ("1", "cuda"), (f"GPU-{second.uuid[:8]}", "cuda:0"), (f"GPU-{second.uuid}", "cuda")]
+        for visible, device in seen:
             with gpu_engine(
                 fake_cuda,
                 model,
@@ -166,6 +167,35 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
                 assert engine.ask("differing") == []
         with gpu_engine(fake_cuda, model, runtime_dir, device="cuda:0", mode="require") as engine:
             assert engine.error()["code"] == "daemon_absent"
+
+
+def test_daemon_and_engine_meet_on_a_mig_instance(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    """It is a device like any other, under each of its spellings, and has the room that is its own."""
+    whole, instance, full = FakeDevice(), FakeDevice(mig=True), FakeDevice(mig=True, nbytes=GRANULARITY // 2)
+    fake_cuda.plug(whole, instance, full)
+    named = ("--device", f"cuda:MIG-{instance.uuid}")
+    visible: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": f"MIG-{instance.uuid}"}
+    with gpu_daemon(fake_cuda, model, runtime_dir, *named, device=1, **visible) as served:
+        report = served.wait_until("ready")
+        assert [fake_cuda.used_nbytes(one.uuid) for one in fake_cuda.devices] == [0, report.resident_nbytes, 0]
+        seen: list[tuple[str, dict[str, str]]] = [
+            ("cuda", visible),
+            (f"cuda:MIG-{instance.uuid}", {}),
+            (f"cuda:MIG-{instance.uuid[:8]}", {}),
+            ("cuda:1", {"CUDA_VISIBLE_DEVICES": f"MIG-{full.uuid},MIG-{instance.uuid[:8]}"}),
+        ]
+        for device, environment in seen:
+            with gpu_engine(
+                fake_cuda, model, runtime_dir, device=device, mode="require", environment=environment
+            ) as engine:
+                assert engine.answer()["source"] == "daemon"
+                assert engine.ask("differing") == []
+        with gpu_engine(fake_cuda, model, runtime_dir, device=f"cuda:{whole.uuid}", mode="require") as engine:
+            assert engine.error()["code"] == "daemon_absent"
+        with gpu_daemon(fake_cuda, model, runtime_dir, device=2) as other:
+            failed = str(other.wait_until("failed").last_error)
+            assert f"on {full.uuid}" in failed
+            assert "1 of 1 MiB free" in failed
 
 
 def test_a_socket_of_another_gpu_is_a_mismatch_that_names_the_device(
