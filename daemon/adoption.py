@@ -72,6 +72,7 @@ class Whole:
         record, meta, parts = self.record, self.meta, self.parts
         if parts.manifest is None:
             raise ValueError("a generation without a manifest is not whole")
+        taken = map(kind_of(self.config).resident_nbytes, meta.segments_nbytes)
         memory = OwnedFds([take(parts.manifest), *(take(parts.segments[number]) for number in sorted(parts.segments))])
         return Generation(
             id=self.id,
@@ -80,7 +81,7 @@ class Whole:
             manifest_nbytes=self.manifest_nbytes,
             manifest_sha256=self.manifest_sha256,
             segments_nbytes=meta.segments_nbytes,
-            resident_nbytes=record.resident_nbytes if record is not None else sum(meta.segments_nbytes),
+            resident_nbytes=record.resident_nbytes if record is not None else sum(taken),
             bytes_read=meta.bytes_read,
             bytes_kept=meta.bytes_kept,
             accounting=record.accounting if record is not None else _NOT_COUNTED,

@@ -169,7 +169,10 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_serve(argv: list[str]) -> ServeOptions:
-    """The options of ``weightcached serve``. Exits with usage on bad syntax; raises InvalidOption or InvalidPlace."""
+    """The options of ``weightcached serve``. Exits with usage on bad syntax; raises InvalidOption or InvalidPlace, and
+    DeviceAbsent for a GPU that is not seen. A GPU's driver is asked here unless its whole UUID and a memory kind are
+    given.
+    """
     parser = Parser(
         prog="weightcached serve",
         description="Load one rank's weights and serve them to engines of this host until SIGTERM.",

@@ -45,8 +45,9 @@ def chosen(device: str, memory: str | None = None) -> Chosen:
     where the device or its driver says that it cannot do that. Both sides ask the same device, so they agree.
 
     A whole UUID is believed where the driver does not answer, and found out about when the device is used: kept weights
-    are adopted, and places named, without one. Anything less asks the driver. Raises InvalidOption, and DeviceAbsent
-    for a GPU that this process does not see.
+    are adopted, and places named, without one. Anything less asks the driver, and so does a UUID without ``memory``:
+    that imports ``cuda-bindings`` and initialises the driver, in a daemon before it binds, since its place has the
+    UUID. Raises InvalidOption, and DeviceAbsent for a GPU that this process does not see.
     """
     word, _, which = device.partition(":")
     if device != CPU and word != "cuda":

@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import tiny_llama
-from tests.support.daemons import REAL, start
+from tests.support.daemons import REAL, Daemon, start
 from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
 from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import gpu_engine
+from tests.support.manager import Manager
 from tests.support.unprivileged import ROOT
 from weightcached.daemon import cli
 from weightcached.daemon.holdings import Holdings
 from weightcached.daemon.listen_fds import HandedOver
+from weightcached.daemon.state_record import NBYTES as STATE_NBYTES
 from weightcached.daemon.wait import wait
 from weightcached.protocol.command_line import USAGE_EXIT
+from weightcached.protocol.config import abbreviated, build_config
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host, names
@@ -56,6 +59,9 @@ def test_engines_get_the_checkpoint_bit_for_bit_and_the_keeper_has_no_context(
             assert "cannot address" in one.ask("host_bytes")
         assert "cuCtxPushCurrent" not in fake_cuda.calls(served.pid)
         assert "cuMemMap" not in fake_cuda.calls(served.pid)
+        maps = Path(f"/proc/{served.pid}/maps").read_text()
+        assert [name for name in ("libcuda.so.1", "torch", "numpy") if name in maps] == ["libcuda.so.1"]
+        assert served.report().own_memory_nbytes < 64 << 20
 
 
 def test_engines_keep_their_weights_when_the_keeper_is_killed(
@@ -147,7 +153,8 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
         served.wait_until("ready")
         assert fake_cuda.used_nbytes(second.uuid) > 0
         assert fake_cuda.used_nbytes(first.uuid) == 0
-        for visible, device in (("0,1", "cuda:1"), ("1", "cuda"), (f"GPU-{second.uuid[:8]}", "cuda:0")):
+        seen = [("0,1", "cuda:1"), ("1", "cuda"), (f"GPU-{second.uuid[:8]}", "cuda:0"), (f"GPU-{second.uuid}", "cuda")]
+        for visible, device in seen:
             with gpu_engine(
                 fake_cuda,
                 model,
@@ -160,6 +167,35 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
                 assert engine.ask("differing") == []
         with gpu_engine(fake_cuda, model, runtime_dir, device="cuda:0", mode="require") as engine:
             assert engine.error()["code"] == "daemon_absent"
+
+
+def test_daemon_and_engine_meet_on_a_mig_instance(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+    """It is a device like any other, under each of its spellings, and has the room that is its own."""
+    whole, instance, full = FakeDevice(), FakeDevice(mig=True), FakeDevice(mig=True, nbytes=GRANULARITY // 2)
+    fake_cuda.plug(whole, instance, full)
+    named = ("--device", f"cuda:MIG-{instance.uuid}")
+    visible: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": f"MIG-{instance.uuid}"}
+    with gpu_daemon(fake_cuda, model, runtime_dir, *named, device=1, **visible) as served:
+        report = served.wait_until("ready")
+        assert [fake_cuda.used_nbytes(one.uuid) for one in fake_cuda.devices] == [0, report.resident_nbytes, 0]
+        seen: list[tuple[str, dict[str, str]]] = [
+            ("cuda", visible),
+            (f"cuda:MIG-{instance.uuid}", {}),
+            (f"cuda:MIG-{instance.uuid[:8]}", {}),
+            ("cuda:1", {"CUDA_VISIBLE_DEVICES": f"MIG-{full.uuid},MIG-{instance.uuid[:8]}"}),
+        ]
+        for device, environment in seen:
+            with gpu_engine(
+                fake_cuda, model, runtime_dir, device=device, mode="require", environment=environment
+            ) as engine:
+                assert engine.answer()["source"] == "daemon"
+                assert engine.ask("differing") == []
+        with gpu_engine(fake_cuda, model, runtime_dir, device=f"cuda:{whole.uuid}", mode="require") as engine:
+            assert engine.error()["code"] == "daemon_absent"
+        with gpu_daemon(fake_cuda, model, runtime_dir, device=2) as other:
+            failed = str(other.wait_until("failed").last_error)
+            assert f"on {full.uuid}" in failed
+            assert "1 of 1 MiB free" in failed
 
 
 def test_a_socket_of_another_gpu_is_a_mismatch_that_names_the_device(
@@ -261,19 +297,59 @@ def test_a_driver_that_fails_at_adoption_costs_no_kept_weights(
         assert served.wait_ready_again(seen).generation == first.generation
 
 
-def test_a_segment_that_came_back_as_something_else_is_not_adopted(
+def test_without_its_record_an_adopted_grant_still_says_what_the_gpu_holds_for_it(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    """The record knows the pages; the manifest knows the segments' bytes, of which the last page is not full."""
+    device = fake_cuda.devices[0]
+    config = build_config(model, layout="hf", tp_size=1, tp_rank=0, memory="cuda-vmm", device=f"gpu-{device.uuid}")
+
+    def resident_nbytes(served: Daemon) -> tuple[int, int]:
+        served.place = place_of(device, runtime_dir)
+        report = served.wait_until("ready")
+        grant, fds = served.attach(want="current", config=abbreviated(config.entries()), fingerprint=config.fingerprint)
+        fds.close()
+        assert sum(one.nbytes for one in grant.segments) < grant.resident_nbytes == fake_cuda.used_nbytes()
+        return report.pid, report.resident_nbytes
+
+    with Manager(runtime_dir.parent) as manager:
+        given: dict[str, Any] = {"environment": fake_cuda.environment, "real": True}
+        first = manager.start(model, runtime_dir, "--device", f"cuda:{device.uuid}", **given)
+        try:
+            pid, before = resident_nbytes(first)
+        finally:
+            first.stop(signal.SIGKILL)
+        os.pwrite(manager.fd("state"), bytes(STATE_NBYTES), 0)
+        again = manager.start(model, runtime_dir, "--device", f"cuda:{device.uuid}", **given)
+        try:
+            assert resident_nbytes(again) == (again.pid, before)
+            assert (again.pid != pid, again.report().adoptions, again.report().proven) == (True, 1, False)
+        finally:
+            again.stop(signal.SIGKILL)
+    assert fake_cuda.used_nbytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "code"),
+    [
+        ("cuMemImportFromShareableHandle", INVALID_VALUE, "transfer"),
+        ("cuMemGetAllocationPropertiesFromHandle", UNKNOWN, "device_failed"),
+    ],
+)
+def test_a_segment_that_cannot_be_shown_to_be_this_devices_is_not_adopted(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, call: str, result: int, code: str
 ) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, supervised=True) as served:
         first = served.wait_until("ready")
-        fake_cuda.fail(("cuMemImportFromShareableHandle", "*", INVALID_VALUE))
+        fake_cuda.fail((call, "*", result))
         seen = len(served.log.lines)
         served.kill_keeper()
-        served.wait_logged("not adopted", first=seen)
+        said = served.wait_logged("not adopted", first=seen)
+        assert (said["code"], call in said["reason"]) == (code, True)
         fake_cuda.fail()  # long before the worker comes to its segment: it has to start first
         again = served.wait_ready_again(seen)
         assert again.generation != first.generation
-        assert again.adoption_refusals == {"transfer": 1}
+        assert again.adoption_refusals == {code: 1}
         assert fake_cuda.used_nbytes() == again.resident_nbytes
 
 
@@ -368,6 +444,29 @@ def test_the_keepers_way_to_a_gpu_imports_neither_torch_nor_numpy(fake_cuda: Fak
         [sys.executable, "-c", program], env={**os.environ, **fake_cuda.environment}, capture_output=True, text=True
     )
     assert (answer.stdout, answer.stderr) == ("set()\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "bound_first"),
+    [("--device cuda:{} --memory cuda-vmm", True), ("--device cuda:{}", False), ("--device cuda", False)],
+)
+def test_the_driver_waits_for_the_socket_where_uuid_and_kind_are_given_and_else_names_it(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, options: str, bound_first: bool
+) -> None:
+    """Python says what it imports, in the order of the log. (What the worker says there, the log quotes.)"""
+    [device] = fake_cuda.devices
+    environment = fake_cuda.environment | {"PYTHONPROFILEIMPORTTIME": "1"}
+    served = start(model, runtime_dir, *options.format(device.uuid).split(), environment=environment)
+    try:
+        served.place = place_of(device, runtime_dir)
+        assert served.wait_until("ready").memory == "cuda-vmm"
+    finally:
+        served.stop()
+    lines = served.log.lines
+    [listening] = [number for number, line in enumerate(lines) if '"message": "listening"' in line]
+    imported = [number for number, line in enumerate(lines) if line.startswith("import time:") and " cuda." in line]
+    assert {listening < number for number in imported} == {bound_first}
+    assert not {"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"} & set(fake_cuda.calls(served.pid))
 
 
 def test_without_a_daemon_the_disk_fills_memory_of_the_engines_own(

@@ -75,6 +75,8 @@ def test_engines_get_the_checkpoint_bit_for_bit_and_only_holder_and_engines_have
             assert fake_cuda.used_nbytes() == report.resident_nbytes  # one copy, however many engines
         assert not {"cuCtxPushCurrent", "cuDevicePrimaryCtxRetain"} & set(fake_cuda.calls(served.pid))
         assert "cuMemCreate" not in fake_cuda.calls()
+        maps = Path(f"/proc/{served.pid}/maps").read_text()
+        assert [name for name in ("libnvidia-ml.so.1", "torch", "numpy") if name in maps] == ["libnvidia-ml.so.1"]
         assert served.report().own_memory_nbytes < 64 << 20
     assert fake_cuda.leaks() == {}
 

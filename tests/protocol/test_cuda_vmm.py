@@ -237,6 +237,26 @@ def test_memory_of_another_device_is_refused_though_both_are_seen(cuda_here: Cud
         CudaVmm(other.uuid).verify(fds[0], nbytes=NBYTES, what="segment 0")
 
 
+@pytest.mark.parametrize(
+    ("call", "result", "error"),
+    [
+        ("cuMemGetAllocationPropertiesFromHandle", UNKNOWN, DeviceFailed),
+        ("cuMemImportFromShareableHandle", UNKNOWN, DeviceFailed),
+        ("cuMemImportFromShareableHandle", INVALID_VALUE, TransferError),
+    ],
+)
+def test_a_check_that_fails_leaves_nothing_and_the_memory_where_it_is(
+    kind: CudaVmm, cuda_here: CudaHere, call: str, result: int, error: type[Exception]
+) -> None:
+    with segment_with(kind, b"") as fds:
+        cuda_here.fake.fail((call, "*", result))
+        with pytest.raises(error, match=call):
+            kind.verify(fds[0], nbytes=NBYTES, what="segment 0")
+        assert cuda_here.live() == ""
+        cuda_here.fake.fail()
+        kind.verify(fds[0], nbytes=NBYTES, what="segment 0")
+
+
 def test_a_device_that_is_not_seen_is_absent_by_its_uuid(cuda_here: CudaHere) -> None:
     missing = FakeDevice().uuid
     with pytest.raises(DeviceAbsent, match=missing):
