@@ -97,7 +97,7 @@ class FakeCuda:
 
     def worsen(self, *quirks: str) -> None:
         """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it) or ``unprotected``
-        (read-only mappings are not).
+        (read-only mappings are not). Or another one: ``other-pids`` lists processes by what they are called elsewhere.
         """
         (self.directory / "quirks").write_text(" ".join(quirks))
 
