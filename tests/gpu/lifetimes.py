@@ -29,7 +29,11 @@ def probe(setting: Setting) -> str:
     """What everything rests on, by a program of its own that needs cuda-bindings alone."""
     if not PROBE.exists():
         raise Skipped("tests/gpu/probe.py is not in this checkout")
-    environment = {**os.environ, "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES)}
+    environment = {
+        **os.environ,
+        "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES),
+        "PROBE_SPARE_NBYTES": str(setting.spare_nbytes),
+    }
     ended = subprocess.run([sys.executable, "-P", str(PROBE)], capture_output=True, text=True, env=environment)
     said = (ended.stdout + ended.stderr).strip().splitlines()
     require(ended.returncode == 0, f"the probe ended with {ended.returncode}: {' / '.join(said[-3:])}")

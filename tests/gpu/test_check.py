@@ -60,7 +60,8 @@ def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
 
 
 @pytest.mark.parametrize(
-    ("worse", "name"), [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe")]
+    ("worse", "name"),
+    [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe"), ("hoarding", "probe")],
 )
 def test_a_device_that_does_not_keep_its_promises_fails_the_row(fake_cuda, worse, name):
     fake_cuda.worsen(worse)
