@@ -127,6 +127,9 @@ static void list_context(int pid, void *with) {
     listing->count++;
 }
 
+/* As they are called outside of a container: beyond what any process here is called. */
+#define OUTSIDE 4194304u
+
 static void list_memory(const struct memory *memory, void *with) {
     struct listing *listing = with;
     for (unsigned int i = 0; i < listing->count && i < listing->room; i++)
@@ -142,6 +145,8 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned int 
     context_each(device->uuid, list_context, &listing);
     memory_each(list_memory, &listing);
     state_unlock(locked);
+    for (unsigned int i = 0; state_quirk("other-pids") && i < listing.count && i < listing.room; i++)
+        processes[i].pid += OUTSIDE;
     *count = listing.count;
     return listing.count > listing.room ? INSUFFICIENT_SIZE : SUCCESS;
 }

@@ -196,7 +196,7 @@ void memory_each(memory_visit *visit, void *with) {
     while ((entry = readdir(directory))) {
         char file[PATH_NBYTES + 256];
         snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
-        if (memory_parse(entry->d_name, &found) || !alive(file, found.legacy))
+        if (memory_parse(entry->d_name, &found) || !(state_quirk("hoarding") || alive(file, found.legacy)))
             continue;
         if (kill(found.pid, 0) && state_quirk("forgetful"))
             unlink(file);

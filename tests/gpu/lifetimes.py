@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.gpu import listing
 from tests.gpu.peer import PATTERN
 from tests.gpu.row import GIB, Row, Setting, Skipped, child, line_of, require
 from tests.support import device_memory as memory
@@ -28,7 +29,11 @@ def probe(setting: Setting) -> str:
     """What everything rests on, by a program of its own that needs cuda-bindings alone."""
     if not PROBE.exists():
         raise Skipped("tests/gpu/probe.py is not in this checkout")
-    environment = {**os.environ, "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES)}
+    environment = {
+        **os.environ,
+        "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES),
+        "PROBE_SPARE_NBYTES": str(setting.spare_nbytes),
+    }
     ended = subprocess.run([sys.executable, "-P", str(PROBE)], capture_output=True, text=True, env=environment)
     said = (ended.stdout + ended.stderr).strip().splitlines()
     require(ended.returncode == 0, f"the probe ended with {ended.returncode}: {' / '.join(said[-3:])}")
@@ -37,16 +42,15 @@ def probe(setting: Setting) -> str:
 
 def without_context(setting: Setting) -> str:
     """A process that allocates and exports as the keeper does: it takes the memory, nothing beside it, and is not on
-    the device's list of processes.
+    the device's list of processes, where one with a context is.
     """
     before = nvml.memory(setting.uuid).used_nbytes
     with child(PEER, "keep", setting.uuid, str(setting.nbytes(GIB))) as keeper:
         kept = int(line_of(keeper))
         beyond = nvml.memory(setting.uuid).used_nbytes - before - kept
-        holders = {holder.pid for holder in nvml.holders(setting.uuid)}
-    require(keeper.pid not in holders, "the process has a context: NVML lists it")
+        said = listing.without_context(setting, keeper.pid, who="the process")
     require(beyond <= setting.spare_nbytes, f"{beyond} bytes are used beyond the {kept} that were allocated")
-    return f"{kept} bytes allocated, {beyond} used beyond them; not among the {len(holders)} processes on the device"
+    return f"{kept} bytes allocated, {beyond} used beyond them; {said}"
 
 
 def descriptor_alone(setting: Setting) -> str:

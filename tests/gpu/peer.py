@@ -57,6 +57,12 @@ def keep(uuid: str, nbytes: int) -> None:
     os.close(fd)
 
 
+def context(uuid: str) -> None:
+    """What NVML lists a process for."""
+    with Context(devices.find(uuid)):
+        answer("there")
+
+
 def opened(uuid: str, nbytes: int, handle: str) -> None:
     """Seconds to open memory of another process by its handle (``cuda-ipc``)."""
     with Context(devices.find(uuid)) as context, context.current():
@@ -79,6 +85,8 @@ def main(arguments: list[str]) -> None:
     what, uuid, nbytes, *rest = arguments
     if what == "keep":
         keep(uuid, int(nbytes))
+    elif what == "context":
+        context(uuid)
     elif what == "opened":
         opened(uuid, int(nbytes), rest[0])
     else:

@@ -1,9 +1,9 @@
 """Does a descriptor alone keep a GPU's memory? The first thing to run on any GPU: `python tests/gpu/probe.py`.
 
-Everything rests on it. A makes memory, fills it and sends a descriptor of it to B, which never touches CUDA. A is
-killed: NVML's used memory must still hold the memory. C imports it read-only: it must find the bytes, and a write
-through its mapping must fail. B lets go: the memory must come back. Where one of these fails, the daemon needs a
-process that holds the memory instead. Needs cuda-bindings alone; prints PASS or FAIL, and exits 1 on any FAIL.
+Everything rests on it. A makes memory, fills it and sends a descriptor of it to B, which calls nothing of CUDA, and is
+killed: NVML's used memory must still hold it. C imports it read-only: it must find the bytes, and a write through its
+mapping must fail. B lets go: the memory must come back. Where one of these fails, the daemon needs a process that holds
+the memory instead. Needs cuda-bindings alone; tries the first device; prints PASS or FAIL, and exits 1 on any FAIL.
 """
 
 import ctypes
@@ -15,110 +15,97 @@ import sys
 import time
 import uuid
 
+from cuda.bindings import driver as cuda
+
 NBYTES = int(os.environ.get("PROBE_NBYTES", 256 << 20))  # a multiple of 2 MiB
-SETTLING_S = float(os.environ.get("PROBE_SETTLING_S", "10"))
+SPARE = int(os.environ.get("PROBE_SPARE_NBYTES", 16 << 20))  # that a driver keeps for itself, more or less
+SETTLING_S = float(os.environ.get("PROBE_SETTLING_S", 10))
 PATTERN = (bytes(range(251)) * (NBYTES // 251 + 1))[:NBYTES]
-WRITES = ("cuMemcpyHtoD", "cuMemsetD8")
+WRITES = {"cuMemcpyHtoD": (bytes(4096), 4096), "cuMemsetD8": (0, 4096)}
+POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def call(name: str, *arguments):
-    from cuda.bindings import driver
-
-    result, *values = getattr(driver, name)(*arguments)
-    if result != 0:
-        raise SystemExit(f"{name}: {result!r}")
-    return values[0] if values else None
+def call(name, *arguments):
+    result, *values = getattr(cuda, name)(*arguments)
+    return sys.exit(f"{name}: {result!r}") if result else values[0] if values else None
 
 
-def mapped(fd: int | None) -> tuple:
-    """New memory that may be written, or that behind ``fd`` read-only: its handle, address, and type of descriptor."""
-    from cuda.bindings import driver as cuda
-
+def mapped(fd, flags):
+    """The memory behind ``fd``, or new memory: its handle and its address."""
     call("cuInit", 0)
-    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))
-    posix = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", 0))
     wanted, access = cuda.CUmemAllocationProp(), cuda.CUmemAccessDesc()
-    wanted.type, wanted.requestedHandleTypes = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, posix
+    wanted.type, wanted.requestedHandleTypes = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, POSIX
     wanted.location.type = access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    wanted.location.id = access.location.id = 0
-    may = cuda.CUmemAccess_flags
-    access.flags = may.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if fd is None else may.CU_MEM_ACCESS_FLAGS_PROT_READ
-    new = fd is None
-    handle = call("cuMemCreate", NBYTES, wanted, 0) if new else call("cuMemImportFromShareableHandle", fd, posix)
+    access.flags = flags
+    handle = call("cuMemImportFromShareableHandle", fd, POSIX) if fd else call("cuMemCreate", NBYTES, wanted, 0)
     address = call("cuMemAddressReserve", NBYTES, 0, 0, 0)
     call("cuMemMap", address, NBYTES, 0, handle, 0)
     call("cuMemSetAccess", address, NBYTES, [access], 1)
-    return handle, int(address), posix
+    return handle, int(address)
 
 
-def make(channel: int) -> None:
-    """A: fills, sends the device's UUID and the descriptor, and waits to be killed."""
-    handle, address, posix = mapped(None)
+def make(channel):
+    """A: fills, sends the descriptor, and waits to be killed."""
+    handle, address = mapped(None, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
     call("cuMemcpyHtoD", address, PATTERN, NBYTES)
     call("cuCtxSynchronize")
-    fd = int(call("cuMemExportToShareableHandle", handle, posix, 0))
-    identity = bytes(call("cuDeviceGetUuid", call("cuDeviceGet", 0)).bytes)[:16]
-    socket.send_fds(socket.socket(fileno=channel), [identity], [fd])
+    fd = int(call("cuMemExportToShareableHandle", handle, POSIX, 0))
+    socket.send_fds(socket.socket(fileno=int(channel)), [b"!"], [fd])
     signal.pause()
 
 
-def read(fd: int, write: str) -> int:
-    """C: 0 when the bytes are right and the write fails; 10 for other bytes, 11 for a write that went through."""
-    from cuda.bindings import driver as cuda
-
-    _, address, _ = mapped(fd)
+def read(fd, write):
+    """C: exits with 10 for other bytes, 11 for a write that succeeds, else with 0."""
+    _, address = mapped(int(fd), cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
     seen = ctypes.create_string_buffer(NBYTES)
     call("cuMemcpyDtoH", ctypes.addressof(seen), address, NBYTES)
-    if seen.raw != PATTERN:
-        return 10
-    what = (b"\0" * 4096, 4096) if write == "cuMemcpyHtoD" else (0, 4096)
-    result = getattr(cuda, write)(address, *what)[0] or cuda.cuCtxSynchronize()[0]
+    result = getattr(cuda, write)(address, *WRITES[write])[0] or cuda.cuCtxSynchronize()[0]
     print(f"      {write} to the read-only mapping: {result!r}")
-    return 0 if result else 11
+    return 10 if seen.raw != PATTERN else 0 if result else 11
 
 
-def used_nbytes(device: bytes) -> int:
-    """What NVML says is in use on the device; needs no CUDA."""
+def device():
+    """Says the first device's UUID, without a context."""
+    call("cuInit", 0)
+    print(uuid.UUID(bytes=call("cuDeviceGetUuid", call("cuDeviceGet", 0)).bytes[:16]))
+
+
+def used(device, at_most):
+    """What NVML says is in use: once it is ``at_most`` that, or after a while. A driver tidies up in its own time."""
     nvml, handle, found = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-    names = [f"{kind}-{uuid.UUID(bytes=device)}".encode() for kind in ("GPU", "MIG")]
+    names = [f"{kind}-{device}".encode() for kind in ("GPU", "MIG")]
     if nvml.nvmlInit_v2() or all(nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) for name in names):
-        raise SystemExit(f"NVML does not know {names}")
-    if nvml.nvmlDeviceGetMemoryInfo(handle, found):
-        raise SystemExit("NVML does not tell the device's memory")
-    return found[2]
-
-
-def settled(device: bytes, below: int) -> int:
-    """Used memory once it is ``below`` that, or after a while: a driver tidies up in its own time."""
+        sys.exit(f"NVML does not know {names}")
     deadline = time.monotonic() + SETTLING_S
-    while (now := used_nbytes(device)) >= below and time.monotonic() < deadline:
+    while not nvml.nvmlDeviceGetMemoryInfo(handle, found):
+        if found[2] <= at_most or time.monotonic() >= deadline:
+            return found[2]
         time.sleep(0.05)
-    return now
+    sys.exit("NVML does not tell the device's memory")
 
 
-def main() -> int:
+def main():
     """B."""
-    ours, theirs = socket.socketpair()
     me = [sys.executable, __file__]
-    maker = subprocess.Popen([*me, "make", str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    theirs.close()
-    device, fds, _, _ = socket.recv_fds(ours, 16, 1)
+    name = subprocess.run([*me, "device"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    start = used(name, at_most=1 << 62)
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen([*me, "make", str(theirs.fileno())], pass_fds=[theirs.fileno()]) as maker:
+        theirs.close()
+        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+        maker.kill()
     if not fds:
-        print("FAIL  A made no memory")
-        return 1
-    fd = fds[0]
-    before = used_nbytes(device)
-    maker.kill()
-    maker.wait()
-    held = settled(device, before)  # A's context goes
-    readers = [subprocess.run([*me, "read", str(fd), write], pass_fds=[fd]).returncode for write in WRITES]
-    os.close(fd)
-    left = settled(device, held - NBYTES + 1)
+        sys.exit("FAIL  A made no memory")
+    held = used(name, at_most=start + NBYTES + SPARE)  # A's context goes
+    readers = [subprocess.run([*me, "read", str(fds[0]), write], pass_fds=fds).returncode for write in WRITES]
+    os.close(fds[0])
+    left = used(name, at_most=start + SPARE)
     rows = {
-        f"A's death leaves the memory: {before >> 20} MiB used before, {held >> 20} after": held - left >= NBYTES,
+        f"A's death leaves the memory: {start >> 20} MiB used before A, {held >> 20} after": held - start >= NBYTES,
         "C finds the bytes through a read-only mapping": all(status in (0, 11) for status in readers),
         "writes through the read-only mapping fail": readers == [0, 0],
-        f"B lets go: {held >> 20} MiB used before, {left >> 20} after": held - left >= NBYTES,
+        f"B lets go: {start >> 20} MiB used before A, {left >> 20} in the end": left - start <= SPARE,
     }
     for text, passed in rows.items():
         print("PASS " if passed else "FAIL ", text)
@@ -126,7 +113,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    role, *words = sys.argv[1:] or ["hold"]
-    if role == "make":
-        make(int(words[0]))
-    sys.exit(read(int(words[0]), words[1]) if role == "read" else main())
+    role, *words = sys.argv[1:] or ["main"]
+    sys.exit({"device": device, "make": make, "read": read, "main": main}[role](*words))  # type: ignore[operator]

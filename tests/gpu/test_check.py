@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import runner
+from tests.gpu import listing, runner
 from tests.gpu.row import Outcome, Row, Setting, run
 from tests.support.fakecuda import FakeDevice
+from tests.support.unprivileged import ROOT
 from weightcached.protocol.memory.cuda import devices, physical
+from weightcached.protocol.memory.cuda.context import Context
 
 CHECK = Path(__file__).with_name("check.py")
 SLOW = {"kept", "attach", "holder", "tokens"}
@@ -58,13 +60,39 @@ def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
 
 
 @pytest.mark.parametrize(
-    ("worse", "name"), [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe")]
+    ("worse", "name"),
+    [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe"), ("hoarding", "probe")],
 )
 def test_a_device_that_does_not_keep_its_promises_fails_the_row(fake_cuda, worse, name):
     fake_cuda.worsen(worse)
     status, verdicts, written = checked(fake_cuda, "--row", name)
     assert status == 1, written
     assert verdicts[name][0] == "FAIL"
+
+
+@pytest.mark.parametrize("name", ["context", pytest.param("kept", marks=pytest.mark.slow)])
+def test_where_nvml_lists_no_process_of_ours_the_row_says_so_and_rests_on_the_memory(fake_cuda, name):
+    fake_cuda.worsen("other-pids")
+    status, verdicts, written = checked(fake_cuda, "--row", name)
+    assert status == 0, written
+    assert "only the memory in use says" in verdicts[name][1]
+
+
+@pytest.mark.slow
+def test_the_holder_is_found_without_nvml_whose_pids_may_be_strangers(fake_cuda):
+    fake_cuda.worsen("other-pids")
+    status, verdicts, written = checked(fake_cuda, "--row", "holder")
+    assert status == 0, written
+    assert verdicts["holder"][0] == "PASS"
+
+
+def test_who_has_a_context_is_seen_where_nvml_lists_it(cuda_here, monkeypatch):
+    for name, value in {**cuda_here.fake.environment, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    setting = Setting(cuda_here.fake.devices[0].uuid, "", rehearsal=True, alone=False)
+    assert "and not the keeper" in listing.without_context(setting, os.getpid(), who="the keeper")
+    with Context(devices.find(None)), pytest.raises(AssertionError, match="the keeper has a context"):
+        listing.without_context(setting, os.getpid(), who="the keeper")
 
 
 def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda):

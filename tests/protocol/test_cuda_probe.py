@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from weightcached.protocol.memory.cuda import devices, physical
+
 PROBE = Path(__file__).parents[1] / "gpu" / "probe.py"
 
 
 def probe(fake_cuda) -> subprocess.CompletedProcess[str]:
     """With as little memory as the fake device has, and without waiting for what does not come."""
-    environment = {**os.environ, **fake_cuda.environment, "PROBE_NBYTES": str(8 << 20), "PROBE_SETTLING_S": "1"}
+    small = {"PROBE_NBYTES": str(8 << 20), "PROBE_SPARE_NBYTES": "0", "PROBE_SETTLING_S": "1"}
+    environment = {**os.environ, **fake_cuda.environment, **small}
     command = [sys.executable, str(PROBE)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -43,13 +46,28 @@ def test_it_fails_where_memory_dies_with_its_maker(fake_cuda):
         "A's death leaves the memory",
         "C finds the bytes through a read-only mapping",
         "writes through the read-only mapping fail",
-        "B lets go",
     ]
+
+
+def test_it_fails_where_the_memory_does_not_come_back(fake_cuda):
+    fake_cuda.worsen("hoarding")
+    result = probe(fake_cuda)
+    assert result.returncode == 1
+    [line] = failed_lines(result)
+    assert line == "B lets go: 0 MiB used before A, 8 in the end"
+
+
+def test_what_was_used_before_counts_for_neither(fake_cuda, cuda_here):
+    device = devices.find(None)
+    with physical.allocate(physical.granularity(device), device=device):
+        result = probe(fake_cuda)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 MiB used before A, 10 after" in result.stdout
 
 
 def test_it_fails_where_no_memory_is_made(fake_cuda):
     fake_cuda.fail(("cuMemCreate", 1, 2))
     result = probe(fake_cuda)
     assert result.returncode == 1
-    assert failed_lines(result) == ["A made no memory"]
+    assert "FAIL  A made no memory" in result.stderr
     assert "cuMemCreate: <CUresult.CUDA_ERROR_OUT_OF_MEMORY: 2>" in result.stderr

@@ -96,8 +96,9 @@ class FakeCuda:
         (self.directory / "fail.new").rename(self.directory / "fail")
 
     def worsen(self, *quirks: str) -> None:
-        """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it) or ``unprotected``
-        (read-only mappings are not).
+        """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it), ``unprotected``
+        (read-only mappings are not) or ``hoarding`` (no memory comes back). Or another one: ``other-pids`` lists
+        processes by what they are called elsewhere.
         """
         (self.directory / "quirks").write_text(" ".join(quirks))
 
