@@ -15,7 +15,9 @@ from weightcached.protocol.transaction import Versions
 
 
 def version_held_by_all(group: Group, to: str | None) -> str:
-    """The version that is meant, as rank 0 knows it. Raises GenerationGone unless every rank can serve it."""
+    """The version that is meant, by a word that every rank knows it by: its digest may be known to some of them only.
+    Raises GenerationGone unless every rank can serve it.
+    """
     states = group.states()
     leading = [one for one in states[0][1].generations if one.standing != "prepared"]
     if to is None:
@@ -41,7 +43,12 @@ def version_held_by_all(group: Group, to: str | None) -> str:
             where=group.where,
             next_step="update to its checkpoint instead",
         )
-    return wanted.version
+    words = (wanted.receipts_version, wanted.version)
+    return next((word for word in words if all(_knows(state, word) for _, state in states)), wanted.version)
+
+
+def _knows(state: RankState, version: str) -> bool:
+    return any(version in (one.version, one.receipts_version) for one in state.generations)
 
 
 def _is(one: GenerationInfo, other: GenerationInfo) -> bool:
