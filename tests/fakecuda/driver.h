@@ -73,6 +73,8 @@ struct range *range_around(enum kind kind, uintptr_t at, size_t n); /* that hold
 int range_touched(enum kind kind, uintptr_t at, size_t n);          /* whether any holds some of it */
 int ranges_of(enum kind kind);
 void range_forget(struct range *range);
+void range_gone(struct range *range); /* no other is ever given its addresses: whoever still uses them is found out */
+void *nothing_at(void *at, size_t nbytes); /* addresses without memory, there or anywhere */
 Result memory_new(size_t nbytes, int device, int legacy, char *path, int *fd); /* counted, and filled with rubbish */
 
 /* Whether the device may read or write there now. */
