@@ -27,7 +27,7 @@ struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
 
 Result enter(const char *call, enum needs needs) {
     pthread_mutex_lock(&mutex);
-    Result wanted = (Result)state_fails(call);
+    Result wanted = (Result)state_fails(call, UNKNOWN);
     if (wanted)
         return wanted;
     if (needs >= INITIALISED && initialised_pid != getpid())
