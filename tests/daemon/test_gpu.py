@@ -508,12 +508,6 @@ def test_a_gpu_that_is_not_there_is_said_at_the_start(fake_cuda: FakeCuda, model
     assert "does not see the device" in served.log.lines[-1]
 
 
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of some pages of the device: none of its parameters fills one, and all together take several."""
-    return tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=256, vocab_size=2048, intermediate_size=1024)
-
-
 def test_a_shard_in_several_segments_is_served_verified_adopted_and_resumed(
     fake_cuda: FakeCuda, large_model: Path, runtime_dir: Path
 ) -> None:
