@@ -47,6 +47,7 @@ WAYS: tuple[dict[str, object], ...] = (
 )
 """Plain, strided, cast, held until measured, and with several products."""
 TARGET_SHARE = 0.8
+HALF_GIB = GIB // 2
 PIECE_NBYTES = 64 * MIB
 
 
@@ -54,7 +55,7 @@ def digests(setting: Setting) -> str:
     """Every row's bytes on the device, read back, against its digest, against the same load into host memory, and for
     layout ``hf`` against the file's own bytes.
     """
-    directory = decoder(setting, "bytes", GIB)
+    directory = decoder(setting)
     rows = nbytes = 0
     for way in WAYS:
         rows_here, nbytes_here = _compared(setting, directory, way)
@@ -92,7 +93,7 @@ def _compared(
 
 def arithmetic(setting: Setting) -> str:
     """What the device computes is what the host computes, byte for byte; and what that takes of the device."""
-    directory = decoder(setting, "arithmetic", GIB)
+    directory = decoder(setting)
     computing = _computing(setting)
     rows = 0
     for way in COMPUTED:
@@ -142,7 +143,7 @@ def _peak(setting: Setting, directory: Path, computing: Computing) -> str:
 
 def straight(setting: Setting) -> str:
     """The same bytes by GPUDirect Storage, and how fast; nothing of the files is left in the page cache to help."""
-    directory = decoder(setting, "straight", 4 * GIB)
+    directory = decoder(setting, 4 * GIB)
     config = build_config(directory, layout="fused", tp_size=1, tp_rank=0)
     with open_checkpoint(directory) as checkpoint:
         placement = pipeline.prepare(checkpoint, config).placement
@@ -174,7 +175,7 @@ def rates(setting: Setting) -> str:
     memory of the host, which shows whether reading and digesting or the copies set the pace: what overlaps takes as
     long as the slower of both, and not their sum. Best of three.
     """
-    directory = decoder(setting, "rates", 4 * GIB)
+    directory = decoder(setting, 4 * GIB)
     for path in directory.glob("*.safetensors"):
         _read_through(path)
     config = build_config(directory, layout="fused", tp_size=1, tp_rank=0)
@@ -206,11 +207,17 @@ def rates(setting: Setting) -> str:
     return "; ".join(figures)
 
 
-def decoder(setting: Setting, name: str, nbytes: int) -> Path:
-    folder = folder_of(setting, name) / "model"
-    if setting.rehearsal:
-        return tiny_llama(folder, hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=4096)
-    return dense_decoder(folder, nbytes=nbytes, files=2).directory
+def decoder(setting: Setting, nbytes: int = HALF_GIB) -> Path:
+    """A Llama of that size, which rows of one run share: writing it takes seconds."""
+    folder = Path(setting.folder) / f"decoder-{nbytes / GIB:g}-GiB"
+    if not folder.exists():  # renamed when it is complete: the row that writes it may be killed
+        unfinished = folder_of(setting, "unfinished") / "model"
+        if setting.rehearsal:
+            tiny_llama(unfinished, hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=4096)
+        else:
+            dense_decoder(unfinished, nbytes=nbytes, files=2)
+        unfinished.rename(folder)
+    return folder
 
 
 def _copy_over(pinned: Pinned, address: int, nbytes: int) -> None:

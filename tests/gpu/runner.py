@@ -1,7 +1,7 @@
 """Runs the rows in order, prints the table, and keeps it in RESULTS.md where the device was a real one.
 
-Owns the order of rows, their table, and one claim of its own: after each row the device's used memory is what it was
-before. Makes no context itself, so that it takes nothing of the device.
+Owns the order of rows, their table, the time that all of them together may take, and one claim of its own: after each
+row the device's used memory is what it was before. Makes no context itself, so that it takes nothing of the device.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.gpu import filling, lifetimes, serving, sharing
+from tests.gpu import filling, lifetimes, outliving, serving, sharing
 from tests.gpu.row import Outcome, Row, Setting, run, run_here
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.memory.cuda import devices, driver, nvml
 
-ROWS: tuple[Row, ...] = (*lifetimes.ROWS, *filling.ROWS, *sharing.ROWS, *serving.ROWS)
+ROWS: tuple[Row, ...] = (*lifetimes.ROWS, *filling.ROWS, *sharing.ROWS, *outliving.ROWS, *serving.ROWS)
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 SETTLES_S = 5.0
 """Until the driver has taken back what a dead process held."""
+WITHIN_S = 280.0
+"""Five minutes, less what unpacking packages before and removing files after may take."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,6 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", help="index or UUID, where this process sees several")
     parser.add_argument("--row", action="append", choices=[row.name for row in ROWS], help="this row only; repeatable")
     parser.add_argument("--folder", help="for files of some GiB (the default is the system's temporary folder)")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN_S,
+        metavar="S",
+        help=f"seconds for all of it; rows that are not done by then have failed (default: {WITHIN_S:.0f})",
+    )
     parser.add_argument("--one-row", nargs=2, metavar=("NAME", "SETTING"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one_row:
@@ -46,12 +55,13 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     chosen = [row for row in ROWS if given.row is None or row.name in given.row]
     started_s = time.monotonic()
+    until_s = started_s + given.within
     with tempfile.TemporaryDirectory(prefix="weightcached-gpu-", dir=given.folder) as folder:
         several = len(devices.devices()) > 1
         setting = Setting(uuid=device.uuid, folder=folder, rehearsal="FAKECUDA" in os.environ, alone=several)
         outcomes = []
         for row in chosen:
-            outcomes.append(_accounted(row, setting))
+            outcomes.append(_accounted(row, setting, until_s=until_s))
             print(_line(outcomes[-1]), flush=True)
     head = _head(device, setting, time.monotonic() - started_s)
     print(f"\n{head}")
@@ -61,14 +71,19 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(outcome.verdict == "FAIL" for outcome in outcomes) else 0
 
 
-def _accounted(row: Row, setting: Setting) -> Outcome:
-    """The row's outcome; a failure where the device's memory is not back to its level afterwards."""
+def _accounted(row: Row, setting: Setting, *, until_s: float) -> Outcome:
+    """The row's outcome; a failure where the device's memory is not back to its level afterwards, and where it is too
+    late (``until_s``, on the monotonic clock) to try it at all.
+    """
+    within_s = until_s - time.monotonic()
+    if within_s <= 0:
+        return Outcome(row.name, row.claim, "FAIL", "not reached: the time for all rows is up (--within, --row)")
     before = nvml.memory(setting.uuid).used_nbytes
-    outcome = run(row, setting)
-    until_s = time.monotonic() + SETTLES_S
+    outcome = run(row, setting, within_s=within_s)
+    settled_s = min(time.monotonic() + SETTLES_S, until_s)
     while (
         left := nvml.memory(setting.uuid).used_nbytes - before
-    ) > setting.spare_nbytes and time.monotonic() < until_s:
+    ) > setting.spare_nbytes and time.monotonic() < settled_s:
         time.sleep(0.05)  # NVML tells of nothing: it has to be asked
     if left <= setting.spare_nbytes:
         return outcome

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import listing, runner
+from tests.gpu import listing, row, runner
 from tests.gpu.row import Outcome, Row, Setting, run
 from tests.support.fakecuda import FakeDevice
 from tests.support.unprivileged import ROOT
@@ -18,7 +20,7 @@ from weightcached.protocol.memory.cuda import devices, physical
 from weightcached.protocol.memory.cuda.context import Context
 
 CHECK = Path(__file__).with_name("check.py")
-SLOW = {"kept", "attach", "holder", "tokens"}
+SLOW = {"kept", "vault", "attach", "holder", "tokens"}
 LACKING = {
     "allocator": "has no CUDA",
     "graph": "has no CUDA",
@@ -61,7 +63,13 @@ def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
 
 @pytest.mark.parametrize(
     ("worse", "name"),
-    [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe"), ("hoarding", "probe")],
+    [
+        ("unprotected", "read-only"),
+        ("forgetful", "descriptor"),
+        ("forgetful", "probe"),
+        ("hoarding", "probe"),
+        pytest.param("forgetful", "vault", marks=pytest.mark.slow),
+    ],
 )
 def test_a_device_that_does_not_keep_its_promises_fails_the_row(fake_cuda, worse, name):
     fake_cuda.worsen(worse)
@@ -106,7 +114,7 @@ def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda)
 def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
     held = []
 
-    def leaves_some(row, setting):
+    def leaves_some(row, setting, *, within_s):
         device = devices.find(None)
         held.append(physical.allocate(physical.granularity(device), device=device))
         return Outcome(row.name, row.claim, "PASS", "all well")
@@ -114,18 +122,33 @@ def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
     monkeypatch.setattr(runner, "run", leaves_some)
     monkeypatch.setattr(runner, "SETTLES_S", 0.0)
     setting = Setting(cuda_here.fake.devices[0].uuid, "", rehearsal=True, alone=False)
-    outcome = runner._accounted(Row("any", "claims something", lambda _: ""), setting)
+    outcome = runner._accounted(Row("any", "claims something", lambda _: ""), setting, until_s=math.inf)
     held.pop().close()
     assert outcome.verdict == "FAIL"
     assert "stay used" in outcome.said
     assert "all well" in outcome.said
 
 
-def test_a_row_that_does_not_end_is_killed_and_has_failed(fake_cuda):
-    never = Row("map", "never ends", lambda _: "", deadline_s=0.01)
-    outcome = run(never, Setting(fake_cuda.devices[0].uuid, "", rehearsal=True, alone=False))
+def test_a_row_that_does_not_end_is_killed_with_all_it_started_and_has_failed(monkeypatch):
+    """Whoever it started has its output, which is read to the end."""
+    monkeypatch.setattr(row, "_command", lambda *_: ["sh", "-c", "sleep 100 & wait"])
+    started_s = time.monotonic()
+    never = Row("any", "never ends", lambda _: "", deadline_s=1)
+    outcome = run(never, Setting("", "", rehearsal=True, alone=False))
+    assert time.monotonic() - started_s < 50
     assert outcome.verdict == "FAIL"
-    assert "not done after" in outcome.said
+    assert outcome.said == "not done after 1 s"
+
+
+def test_all_rows_together_end_in_time_and_those_not_reached_have_failed(fake_cuda):
+    """The first is killed when the time is up, and nothing of it is left on the device, as the fixture looks for."""
+    status, verdicts, written = checked(fake_cuda, "--within", "0.2", *("--row", "descriptor"), *("--row", "map"))
+    assert status == 1, written
+    assert list(verdicts) == ["descriptor", "map"]
+    assert verdicts["descriptor"] == ("FAIL", "not done after 0 s")
+    assert verdicts["map"][0] == "FAIL"
+    assert verdicts["map"][1].startswith("not reached")
+    assert runner.WITHIN_S < 300
 
 
 def test_of_several_devices_the_one_that_is_named_is_checked(fake_cuda):
