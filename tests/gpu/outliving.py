@@ -122,8 +122,8 @@ def stopped_in_time(setting: Setting) -> str:
                 require(computing.poll() == HOLDER_LOST_EXIT, f"the engine's status is {computing.returncode}")
             again = served.wait_ready_again(seen)
             require(again.generation != first.generation, "the daemon serves what is gone")
-    claim = setting.judge(max(seconds) <= BOUND_S, f"{BOUND_S:g} s at most")
-    return f"{len(seconds)} kills: median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s; {claim}"
+    figures = f"{len(seconds)} kills: median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s"
+    return setting.judged([figures], {f"{BOUND_S:g} s at most": max(seconds) <= BOUND_S})
 
 
 def _holder_of(keeper: int) -> int:

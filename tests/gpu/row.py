@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,12 +48,15 @@ class Setting:
         """``real`` on a device; a thousandth in a rehearsal, in whole KiB."""
         return real if not self.rehearsal else max(real // 1000 // 1024, 1) * 1024
 
-    def judge(self, met: bool, claim: str) -> str:
-        """``claim`` for the figures, where a target of time or rate is met; AssertionError where it is missed."""
+    def judged(self, figures: Sequence[str], targets: Mapping[str, bool]) -> str:
+        """``figures`` and the claims of time and rate, each with whether it is met; AssertionError with all of these
+        where one is missed.
+        """
         if self.rehearsal:
-            return f"{claim}: not judged in a rehearsal"
-        require(met, f"missed: {claim}")
-        return claim
+            return "; ".join([*figures, *(f"{claim}: not judged in a rehearsal" for claim in targets)])
+        said = "; ".join([*figures, *(claim if met else f"MISSED: {claim}" for claim, met in targets.items())])
+        require(all(targets.values()), said)
+        return said
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,11 @@ def run_here(row: Row, setting: Setting) -> int:
         verdict, said = "FAIL", f"{type(failure).__name__}: {failure}"
     print(json.dumps({"verdict": verdict, "said": said}), flush=True)
     return 0
+
+
+def in_words(nbytes: int) -> str:
+    """In GiB, or in MiB where it is less than a tenth of one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / MIB:.1f} MiB"
 
 
 @contextmanager

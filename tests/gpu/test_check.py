@@ -129,6 +129,14 @@ def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
     assert "all well" in outcome.said
 
 
+def test_a_target_that_is_missed_fails_the_row_and_costs_it_none_of_its_figures():
+    real, rehearsed = (Setting("", "", rehearsal=rehearsal, alone=False) for rehearsal in (False, True))
+    assert real.judged(["21 ms", "4 GB/s"], {"30 ms at most": True}) == "21 ms; 4 GB/s; 30 ms at most"
+    with pytest.raises(AssertionError, match="21 ms; 4 GB/s; MISSED: 20 ms at most; 3 GB/s at least"):
+        real.judged(["21 ms", "4 GB/s"], {"20 ms at most": False, "3 GB/s at least": True})
+    assert rehearsed.judged(["21 ms"], {"20 ms at most": False}) == "21 ms; 20 ms at most: not judged in a rehearsal"
+
+
 def test_a_row_that_does_not_end_is_killed_with_all_it_started_and_has_failed(monkeypatch):
     """Whoever it started has its output, which is read to the end."""
     monkeypatch.setattr(row, "_command", lambda *_: ["sh", "-c", "sleep 100 & wait"])
