@@ -7,6 +7,7 @@ row the device's used memory is what it was before. Makes no context itself, so 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     until_s = started_s + given.within
     with tempfile.TemporaryDirectory(prefix="weightcached-gpu-", dir=given.folder) as folder:
         several = len(devices.devices()) > 1
-        setting = Setting(uuid=device.uuid, folder=folder, rehearsal="FAKECUDA" in os.environ, alone=several)
+        setting = Setting(uuid=device.uuid, folder=folder, rehearsal=rehearsed(), alone=several)
         outcomes = []
         for row in chosen:
             outcomes.append(_accounted(row, setting, until_s=until_s))
@@ -68,7 +69,21 @@ def main(arguments: Sequence[str]) -> int:
     if not setting.rehearsal:
         before = RESULTS.read_text() if RESULTS.exists() else "# What was seen on GPUs\n"
         RESULTS.write_text(before + _report(head, outcomes))
+        print(f"kept in {RESULTS}")
     return 1 if any(outcome.verdict == "FAIL" for outcome in outcomes) else 0
+
+
+def rehearsed() -> bool:
+    """Whether the driver is the one that is not: without this variable it has no device."""
+    return "FAKECUDA" in os.environ
+
+
+def driver_version() -> str:
+    """As ``nvidia-smi`` says it, or why it is unknown."""
+    nvml.initialise()
+    text = ctypes.create_string_buffer(80)  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+    result = ctypes.CDLL("libnvidia-ml.so.1").nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+    return f"unknown (nvmlReturn {result})" if result else text.value.decode("ascii", "replace")
 
 
 def _accounted(row: Row, setting: Setting, *, until_s: float) -> Outcome:
@@ -99,8 +114,8 @@ def _head(device: devices.Device, setting: Setting, seconds: float) -> str:
     version = driver.call("cuDriverGetVersion", asked="the driver's version")
     date = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     said = "REHEARSED against a fake driver: " if setting.rehearsal else ""
-    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
-    return f"{said}{date}, {device.name} ({device.nbytes / 2**30:.0f} GiB), {cuda}, {seconds:.0f} s in all"
+    driver_is = f"driver {driver_version()}, CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"{said}{date}, {device.name} ({device.nbytes / 2**30:.0f} GiB), {driver_is}, {seconds:.0f} s in all"
 
 
 def _report(head: str, outcomes: Sequence[Outcome]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import listing, row, runner
+from tests.gpu import lifetimes, listing, row, runner
 from tests.gpu.row import Outcome, Row, Setting, run
 from tests.support.fakecuda import FakeDevice
 from tests.support.unprivileged import ROOT
@@ -58,6 +59,7 @@ def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
         assert verdict == "PASS"
         assert said
     assert "REHEARSED against a fake driver" in written
+    assert "driver 0.0 (fake)" in written
     assert not runner.RESULTS.exists() or "Fake GPU" not in runner.RESULTS.read_text()
 
 
@@ -101,6 +103,46 @@ def test_who_has_a_context_is_seen_where_nvml_lists_it(cuda_here, monkeypatch):
     assert "and not the keeper" in listing.without_context(setting, os.getpid(), who="the keeper")
     with Context(devices.find(None)), pytest.raises(AssertionError, match="the keeper has a context"):
         listing.without_context(setting, os.getpid(), who="the keeper")
+
+
+def test_a_kernel_that_writes_where_it_may_only_read_fails_the_row_though_copies_do_not(fake_cuda, monkeypatch):
+    """In a rehearsal the kernel is the host's: it dies of the write unless the mapping is not protected."""
+    monkeypatch.setattr(lifetimes, "SPOILERS", {"spoil-by-kernel": "kernel"})
+    for name, value in {**fake_cuda.environment, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    setting = Setting(fake_cuda.devices[0].uuid, "", rehearsal=True, alone=False)
+    assert lifetimes.read_only(setting) == f"kernel: the process that wrote died (status {-signal.SIGSEGV})"
+    fake_cuda.worsen("unprotected")
+    with pytest.raises(AssertionError, match=r"went through \(spoil-by-kernel\)"):
+        lifetimes.read_only(setting)
+
+
+def test_results_are_kept_with_date_device_and_driver_run_after_run_and_never_those_of_a_rehearsal(
+    cuda_here, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(runner, "RESULTS", kept := tmp_path / "RESULTS.md")
+    monkeypatch.setattr(runner, "run", lambda row, *_, **__: Outcome(row.name, row.claim, "PASS", f"9 ms | {row.name}"))
+    assert runner.main(["--row", "map"]) == 0
+    assert "REHEARSED" in capsys.readouterr().out
+    assert not kept.exists()
+    monkeypatch.setattr(runner, "rehearsed", lambda: False)
+    assert runner.main(["--row", "map", "--within", "0"]) == 1
+    assert runner.main(["--row", "map", "--row", "open"]) == 0
+    title, _, first, *lines = kept.read_text().splitlines()
+    second = lines[5]
+    assert title == "# What was seen on GPUs"
+    for head in (first, second):
+        date = time.strftime("%Y-%m-%d")
+        assert head.startswith(f"## {date} ")
+        assert "Fake GPU (0 GiB), driver 0.0 (fake), CUDA 13.0, " in head
+    assert lines[3].startswith("| FAIL | map | mapping a segment takes milliseconds, whatever its size | not reached")
+    assert [line.split(" | ")[-1] for line in lines[9:]] == ["9 ms / map |", "9 ms / open |"]
+
+
+def test_a_driver_whose_version_nvml_does_not_tell_is_no_reason_to_stop(cuda_here):
+    assert runner.driver_version() == "0.0 (fake)"
+    cuda_here.fake.fail(("nvmlSystemGetDriverVersion", "*", 3))
+    assert runner.driver_version() == "unknown (nvmlReturn 3)"
 
 
 def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda):
