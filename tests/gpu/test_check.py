@@ -213,9 +213,3 @@ def test_without_a_device_there_is_nothing_to_check(fake_cuda):
     status, verdicts, written = checked(fake_cuda)
     assert (status, verdicts) == (2, {})
     assert "there is no device to check" in written
-
-
-def test_packages_that_are_missing_are_named(tmp_path):
-    ended = subprocess.run([sys.executable, "-S", str(CHECK)], capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "cuda-bindings" in ended.stderr
