@@ -54,6 +54,11 @@ const char *nvmlErrorString(int result) {
     }
 }
 
+int nvmlSystemGetDriverVersion(char *text, unsigned int room) {
+    CALL("nvmlSystemGetDriverVersion");
+    return snprintf(text, room, "0.0 (fake)") < (int)room ? SUCCESS : INSUFFICIENT_SIZE;
+}
+
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     unsigned char wanted[16];
     CALL("nvmlDeviceGetHandleByUUID");
