@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -447,3 +449,36 @@ def test_a_group_that_lacks_a_rank_is_not_changed(settled_model: Path, newer: Pa
     with pytest.raises(DaemonAbsent):
         generations(runtime_dir=runtime_dir)
     assert commands.update_main(["--runtime-dir", str(runtime_dir), "--model", str(newer)]) == commands.FAILED_EXIT
+
+
+def test_ranks_that_are_not_there_yet_or_still_load_are_waited_for_where_that_is_asked(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 1's keeper is dead at first, and the next one loads until a byte has been written to the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    slow = {"hang_at": "job", "release": str(pipe), "attempts": str(tmp_path / "attempts"), "only_attempts": 1}
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    steps: queue.Queue[Step] = queue.Queue()
+
+    def until(wanted: Callable[[Step], bool]) -> None:
+        while not wanted(steps.get(timeout=TIMEOUT_S)):
+            pass
+
+    with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as leader, ThreadPoolExecutor() as threads:
+        with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=1) as dead:
+            for one in (leader, dead):
+                one.wait_until("ready")
+            dead.stop(signal.SIGKILL)
+        where = Where.of(runtime_dir=runtime_dir, timeout_s=TIMEOUT_S)
+        waits = threads.submit(lambda: asyncio.run(changes.update(where, newer, wait=True, told=steps.put)))
+        until(lambda step: step.phase is Phase.LOOK)
+        with scripted_daemon(settled_model, runtime_dir, script=slow, **shard, tp_rank=1) as second:
+            second.wait_logged("state", state="loading")
+            for wait, timeout_s in ((False, TIMEOUT_S), (True, 1.2)):
+                with pytest.raises(DaemonNotReady, match=r"on rank tp1of2: it serves no weights yet.*--wait"):
+                    update(newer, runtime_dir=runtime_dir, wait=wait, timeout_s=timeout_s)
+            until(lambda step: step.phase is Phase.LOOK and [word for word, _ in step.reports] == ["tp1of2"])
+            pipe.write_bytes(b"1")
+            changed = waits.result(TIMEOUT_S)
+            assert versions([leader, second]) == [changed.version] * 2
