@@ -17,8 +17,8 @@ from pathlib import Path
 from weightcached.client.control.coordinator import Coordinator, Step, Told, held, nobody, reports_of
 from weightcached.client.control.course import Course, Failure, Phase, begin, end
 from weightcached.client.control.group import Group, Member, Where
-from weightcached.client.control.holding import version_held_by_all
-from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, FromHeld, Source
+from weightcached.client.control.holding import held_by_all
+from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
     DaemonNotReady,
@@ -92,9 +92,8 @@ async def rollback(
 
     Raises GenerationGone with who holds it and who does not.
     """
-    group = await _whole(where, wait=wait, told=told)
-    version = version_held_by_all(group, to)
-    return await change(where, FromHeld(version=version), wait=wait, force=force, align=align, told=told)
+    source = held_by_all(await _whole(where, wait=wait, told=told), to)
+    return await change(where, source, wait=wait, force=force, align=align, told=told)
 
 
 async def change(

@@ -22,6 +22,7 @@ from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
 from weightcached.client import attach
 from weightcached.client.control import (
@@ -38,7 +39,9 @@ from weightcached.client.control import (
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.control import FromHeld
+from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
@@ -95,6 +98,30 @@ def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, ne
     assert versions(ranks) == second
     with pytest.raises(GenerationGone, match="no such version"):
         rollback("receipts:" + "0" * 64, runtime_dir=at)
+
+
+def test_a_rollback_is_one_of_a_rank_too_that_does_not_know_its_content_digest_yet(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 0 names the version by its digest, which rank 1 does not come to know: somebody else computes it."""
+    with open_weights(weight_files(settled_model)) as weights:
+        receipts = take_receipts(weights).sha256
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    own_cache = ["--cache-dir", str(tmp_path / "digests")]
+    with (
+        DigestCache(tmp_path / "digests").opened([]) as shelf,
+        shelf.turn(receipts),
+        scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as knowing,
+        scripted_daemon(settled_model, runtime_dir, *own_cache, **shard, tp_rank=1) as waits,
+    ):
+        for one in (knowing, waits):
+            one.wait_until("ready")
+        eventually(lambda: knowing.report().digest is not None)
+        before = versions([knowing, waits])
+        update(newer, runtime_dir=runtime_dir)
+        rollback(runtime_dir=runtime_dir)
+        assert versions([knowing, waits]) == before
+        assert waits.report().digest is None
 
 
 def test_engines_of_both_ranks_get_the_version_of_rank_0(ranks: list[Daemon], at: Path, newer: Path) -> None:
