@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -100,28 +100,39 @@ def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, ne
         rollback("receipts:" + "0" * 64, runtime_dir=at)
 
 
-def test_a_rollback_is_one_of_a_rank_too_that_does_not_know_its_content_digest_yet(
+def test_a_rank_that_does_not_know_a_content_digest_yet_is_rolled_back_and_does_not_call_the_version_gone(
     settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 names the version by its digest, which rank 1 does not come to know: somebody else computes it."""
+    """Rank 0 names the version by its digest, which rank 1 does not come to know as long as somebody else computes it:
+    to a coordinator, and then to an engine.
+    """
     with open_weights(weight_files(settled_model)) as weights:
         receipts = take_receipts(weights).sha256
     shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
     own_cache = ["--cache-dir", str(tmp_path / "digests")]
-    with (
-        DigestCache(tmp_path / "digests").opened([]) as shelf,
-        shelf.turn(receipts),
-        scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as knowing,
-        scripted_daemon(settled_model, runtime_dir, *own_cache, **shard, tp_rank=1) as waits,
-    ):
-        for one in (knowing, waits):
-            one.wait_until("ready")
-        eventually(lambda: knowing.report().digest is not None)
-        before = versions([knowing, waits])
-        update(newer, runtime_dir=runtime_dir)
-        rollback(runtime_dir=runtime_dir)
-        assert versions([knowing, waits]) == before
-        assert waits.report().digest is None
+    with DigestCache(tmp_path / "digests").opened([]) as shelf, ExitStack() as turn:
+        turn.enter_context(shelf.turn(receipts))
+        with (
+            scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as knowing,
+            scripted_daemon(settled_model, runtime_dir, *own_cache, **shard, tp_rank=1) as waits,
+        ):
+            for one in (knowing, waits):
+                one.wait_until("ready")
+            eventually(lambda: knowing.report().digest is not None)
+            before = versions([knowing, waits])
+            update(newer, runtime_dir=runtime_dir)
+            rollback(runtime_dir=runtime_dir)
+            assert versions([knowing, waits]) == before
+            assert waits.report().digest is None
+            named = knowing.report().version
+            asked: dict[str, Any] = {**shard, "runtime_dir": runtime_dir, "mode": "require", "want": "current"}
+            with attach(settled_model, **asked, tp_rank=1) as weights:
+                with pytest.raises(DaemonNotReady, match=r"digest.*ask again"):
+                    weights.stage(version=named)
+                turn.close()
+                eventually(lambda: waits.report().digest is not None)
+                with weights.stage(version=named) as staged:
+                    assert staged.generation == weights.generation
 
 
 def test_engines_of_both_ranks_get_the_version_of_rank_0(ranks: list[Daemon], at: Path, newer: Path) -> None:
