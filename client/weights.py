@@ -226,8 +226,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
         Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
         and for memory kind ``cuda-ipc``, whose addresses cannot show another; DaemonNotReady, also where a rank has
-        prepared it and reads whether it may serve it: ask again; DaemonUnreachable, TransferError; InvalidOption for
-        weights from disk; ValueError after :meth:`close`.
+        prepared it and reads whether it may serve it, or may know it by its content digest soon: ask again;
+        DaemonUnreachable, TransferError; InvalidOption for weights from disk; ValueError after :meth:`close`.
         """
         return stage(self, generation=generation, version=version, timeout_s=timeout_s)
 

@@ -55,7 +55,14 @@ class FromHeld(Message):
 
     kind: Literal["held"] = "held"
     version: ShortText
-    """Either of the two by which ranks compare (``transaction.Versions``)."""
+    receipts_version: ShortText | None = None
+    """The two by which ranks compare (``transaction.Versions``), either of which is enough: one rank may know the
+    content digest before another does."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those that are said."""
+        return tuple(word for word in (self.version, self.receipts_version) if word is not None)
 
 
 class FromTrainer(Message):
