@@ -183,7 +183,11 @@ class _Attendance:
         if self._failure is not None:
             raise self._failure
         if info.state == "aborted":
-            raise UpdateConflict("the change was given up while it was pushed", found=f"transaction {info.transaction}")
+            raise UpdateConflict(
+                "the change was given up by another coordinator while it was pushed",
+                found=f"transaction {info.transaction}",
+                next_step="see what is served now, and push again",
+            )
         raise error_from({"code": info.error_code, "message": info.error or "the change failed"})
 
     async def end(self) -> None:

@@ -114,21 +114,24 @@ async def change(
     if keep is not None and not 0 <= keep <= KEEP_MAX:
         raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=keep)
     group = await _whole(where, wait=wait, told=told)
-    await _end_others(where, group, wait=wait, force=force, told=told)
-    group = await where.group()
-    group.require_whole()
-    before = current_version(group)
-    transaction = secrets.token_hex(16)
-    coordinator = Coordinator(
-        group,
-        deadline=where.deadline,
-        allowed=where.allowed,
-        source=source,
-        keep=keep,
-        told=told,
-        begun=begun,
-    )
-    course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
+    while True:
+        await _end_others(where, group, wait=wait, force=force, told=told)
+        group = await where.group()
+        group.require_whole()
+        before = current_version(group)
+        transaction = secrets.token_hex(16)
+        coordinator = Coordinator(
+            group,
+            deadline=where.deadline,
+            allowed=where.allowed,
+            source=source,
+            keep=keep,
+            told=told,
+            begun=begun,
+        )
+        course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
+        if not (wait or force) or where.deadline.passed or not _was_late(course):
+            break
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
         raise _error(group, course.failure)
     if not course.outcome.is_commit:
@@ -160,6 +163,11 @@ async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
                 raise
         told(Step(Phase.LOOK, None, await reports_of(coming, told, deadline=where.deadline, allowed=where.allowed)))
         await asyncio.sleep(_PAUSE_S)  # nothing announces that a rank is ready
+
+
+def _was_late(course: Course) -> bool:
+    """Another was opened first, after we had found none: ours never was."""
+    return course.outcome is None and course.failure is not None and course.failure.code == UpdateConflict.code
 
 
 async def _not_serving(where: Where, versions: Versions) -> list[str]:

@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import queue
+import random
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from tests.support.commanding import Changer, from_directory, other_weights, sta
 from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
 from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
+from tests.support.racing import race
 from weightcached.client import attach
 from weightcached.client.control import (
     changes,
@@ -245,26 +249,32 @@ def test_a_late_command_of_a_change_that_was_rolled_back_changes_nothing(
         change.prepare(0)
 
 
-def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: Path, tmp_path: Path) -> None:
-    models = [other_weights(settled_model, tmp_path / name, number=next(_NUMBERS)) for name in ("one", "two")]
-    outcomes: dict[Path, object] = {}
-    together = threading.Barrier(2)
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"force": True}], ids=str)
+def test_two_coordinators_at_once(
+    ranks: list[Daemon], at: Path, settled_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Updates to different models, and an update and a rollback, one a little after the other: whatever each of them is
+    told is true, and what the last one was told that it had done is what is served. One of each pair has ``options``.
+    """
+    chance = random.Random(7)
 
-    def run(model: Path) -> None:
-        together.wait()
-        try:
-            outcomes[model] = update(model, runtime_dir=at).version
-        except WeightCacheError as error:
-            outcomes[model] = error
+    def updating(**given: Any) -> str:
+        newer = other_weights(settled_model, tmp_path / str(number := next(_NUMBERS)), number=number)
+        return update(newer, runtime_dir=at, **given).version
 
-    threads = [threading.Thread(target=run, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lost = [one for one in outcomes.values() if isinstance(one, WeightCacheError)]
-    assert all(isinstance(one, UpdateConflict) for one in lost), outcomes
-    assert len(lost) <= 1, "one of them, or both one after the other"
+    def rolling_back() -> str:
+        return rollback(runtime_dir=at, **options).version
+
+    began_s = time.monotonic()
+    updating()
+    takes_s = time.monotonic() - began_s
+    seconds: list[Callable[[], str]] = [partial(updating, **options), rolling_back]
+    for second in seconds * 4:
+        delays_s = chance.sample([0.0, chance.choice([0.0, chance.uniform(0, takes_s)])], 2)
+        first_end, second_end = race(ranks, [updating, second], delays_s, may_end_others="force" in options)
+        assert isinstance(first_end, str) or isinstance(second_end, str), "one of two at the least"
+        if "wait" in options:
+            assert isinstance(second_end, str | GenerationGone), "what it was to roll back to may be gone by then"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
