@@ -229,7 +229,9 @@ class DeviceFailed(DeploymentError):
 
 
 class WorkerDied(DeploymentError):
-    """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
+    """The worker process, or the one that verifies what it filled, ended without reporting (killed, out of memory).
+    Nothing of it was published.
+    """
 
     code = "worker_died"
 
