@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from weightcached.daemon.children import Child, parent_arguments
-from weightcached.protocol.errors import ConfigurationError, TransferError, WorkerDied
+from weightcached.protocol.errors import ConfigurationError, TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.kinds import MemoryKind
@@ -30,7 +30,7 @@ async def verify(
     process is killed.
 
     Raises TransferError when one is not what was published, ConfigurationError for parameters of another form,
-    WorkerDied for a process that does not answer.
+    ContractError for a process that does not answer, WorkerDied for one that was killed.
     """
     with OwnedFds() as fds:
         fds.append(host.export(manifest))
@@ -46,7 +46,7 @@ async def verify(
             arguments.append("--yield")
         child = await Child.start("verify", MODULE, arguments, pass_fds=passed, answers=True)
         try:
-            answer = await child.answer(or_else=WorkerDied)
+            answer = await child.answer()
         finally:
             await child.end()
     if answer.get("differing_count") != 0:

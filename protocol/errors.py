@@ -229,8 +229,8 @@ class DeviceFailed(DeploymentError):
 
 
 class WorkerDied(DeploymentError):
-    """The worker process, or the one that verifies what it filled, ended without reporting (killed, out of memory).
-    Nothing of it was published.
+    """The worker process, or another that works for the daemon (verifies, digests), ended without
+    reporting (killed, out of memory). Nothing of it was published.
     """
 
     code = "worker_died"
