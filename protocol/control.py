@@ -236,7 +236,8 @@ class ControlEvent(Message):
     generation: Hex32 | None = None
     version: ShortText | None = None
     drops: Annotated[tuple[ShortText, ...], Field(strict=False, max_length=16)] = ()
-    """Of ``published``: what an engine that switches has to drop (``kv_cache``, ``prefix_cache``, ``derived``)."""
+    """Of ``published``: what an engine that switches has to drop (``prefix_cache``, ``kv_cache``,
+    ``derived_tensors``)."""
     message: LongText = ""
     stage: ShortText | None = None
     bytes_done: Count = 0
