@@ -111,9 +111,15 @@ def test_a_driver_that_fails_during_an_update_costs_nothing_that_is_served(
                 "cuMemcpyHtoDAsync",
                 "cuMemcpyDtoHAsync",
             ):
-                fake_cuda.fail((call, "*", UNKNOWN))
-                with pytest.raises(DeviceFailed, match=f"not changed on rank tp0of1: {call} failed"):
+                if call.startswith("cuMemcpy"):  # the process ends with that
+                    fake_cuda.lose(call)
+                else:
+                    fake_cuda.fail((call, "*", UNKNOWN))
+                with pytest.raises(DeviceFailed, match=f"not changed on rank tp0of1: {call} failed") as raised:
                     update(other, runtime_dir=runtime_dir)
+                assert fake_cuda.devices[0].uuid in str(raised.value)
+                fake_cuda.found()
+                fake_cuda.fail()
                 assert (served.report().generation, served.report().state) == (first.generation, "ready")
                 assert fake_cuda.used_nbytes() == first.resident_nbytes
             fake_cuda.fail(("cuMemRelease", "*", UNKNOWN))

@@ -441,7 +441,7 @@ void fakecuda_reset(void) {
 /* At a regular end, write down what was not given back: leaks/PID, which is not there for a clean process. */
 __attribute__((destructor)) static void report(void) {
     char text[512], file[64], path[PATH_NBYTES];
-    if (initialised_pid != getpid())
+    if (initialised_pid != getpid() || state_without_device()) /* whom nothing is taken back from */
         return;
     for (int i = 0; i < DEVICES_MAX; i++)
         contexts[i].retained = 0; /* a context may well be kept to the end: the engine's is */

@@ -141,6 +141,8 @@ static int is_lost(const char *call, long nth) {
     return without_device;
 }
 
+int state_without_device(void) { return without_device; }
+
 int state_fails(const char *call, int lost) {
     char path[PATH_NBYTES], rules[2048];
     long nth = count(call);
