@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.checkpoints import many_tensors
 from tests.gpu.filling import decoder
-from tests.gpu.row import GIB, Row, Setting, Skipped, folder_of, in_words, require, torch_with_cuda
+from tests.gpu.row import (
+    GIB,
+    Row,
+    Setting,
+    Skipped,
+    folder_of,
+    in_words,
+    require,
+    runtime_dir_of,
+    torch_computes,
+    torch_with_cuda,
+)
 from tests.gpu.torch_ipc import seconds_to_share
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from weightcached.client import attach, segments
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 
 VLLM = "0.32"
 """Whose parameter names layout fused has."""
-SIZES = (GIB // 10, GIB, 10 * GIB)
+SIZES: tuple[int, ...] = (GIB // 10, GIB, 10 * GIB)
 TENSORS = 1000
 TARGET_S = 0.020
 TARGET_RATIO = 20
@@ -156,7 +167,7 @@ def same_tokens(setting: Setting) -> str:
 
     from weightcached.client.transformers.loading import binding_to
 
-    where = "cpu" if setting.rehearsal else "cuda"
+    where = "cuda" if torch_computes(setting) else "cpu"
     model = decoder(setting)
     prompt = torch.arange(1, 17, device=where).reshape(1, 16)
 
@@ -218,7 +229,7 @@ def running_daemon(
     setting: Setting, model: Path, *words: str, supervised: bool = False, memory: str = "cuda-vmm", **options: Any
 ) -> Iterator[Daemon]:
     """A daemon that is ready; ``options`` as for :func:`tests.support.daemons.daemon`."""
-    runtime_dir = folder_of(setting, "run") / "run"
+    runtime_dir = runtime_dir_of(setting)
     maker = supervised_daemon if supervised else daemon
     words = ("--device", f"cuda:{setting.uuid}", "--memory", memory, *words)
     with maker(model, runtime_dir, *words, **options) as served:
@@ -229,7 +240,7 @@ def running_daemon(
 
 @contextmanager
 def attached(setting: Setting, model: Path, runtime_dir: Path, *, memory: str = "cuda-vmm") -> Iterator[WeightSet]:
-    if setting.rehearsal:
+    if not torch_computes(setting):
         from tests.support.gpu_engine import host_tensor
 
         segments.device_tensor = host_tensor
