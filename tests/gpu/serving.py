@@ -32,6 +32,7 @@ from tests.gpu.row import (
     torch_with_cuda,
 )
 from tests.gpu.torch_ipc import seconds_to_share
+from tests.gpu.vllm_tokens import SERVED
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from weightcached.client import attach, segments
 from weightcached.client.weights import WeightSet
@@ -207,7 +208,7 @@ def same_tokens_of_vllm(setting: Setting) -> str:
     torch_with_cuda()
     model = decoder(setting)
     from_disk = _said_by_vllm(model, "off")
-    with running_daemon(setting, model, "--layout", "fused") as served:
+    with running_daemon(setting, model, **SERVED) as served:
         from_cache = _said_by_vllm(model, "require", str(served.place.runtime_dir))
     tokens, report = from_cache["tokens"], from_cache["report"]
     wanted = from_disk["tokens"]
@@ -226,12 +227,12 @@ def _said_by_vllm(*arguments: object) -> dict[str, Any]:
 
 @contextmanager
 def running_daemon(
-    setting: Setting, model: Path, *words: str, supervised: bool = False, memory: str = "cuda-vmm", **options: Any
+    setting: Setting, model: Path, *, supervised: bool = False, memory: str = "cuda-vmm", **options: Any
 ) -> Iterator[Daemon]:
     """A daemon that is ready; ``options`` as for :func:`tests.support.daemons.daemon`."""
     runtime_dir = runtime_dir_of(setting)
     maker = supervised_daemon if supervised else daemon
-    words = ("--device", f"cuda:{setting.uuid}", "--memory", memory, *words)
+    words = ("--device", f"cuda:{setting.uuid}", "--memory", memory)
     with maker(model, runtime_dir, *words, **options) as served:
         served.place = Place(runtime_dir, "default", f"gpu-{setting.uuid}")
         served.wait_until("ready")
