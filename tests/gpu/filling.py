@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from tests.benchmarks.checkpoints import dense_decoder
-from tests.gpu.row import GIB, MIB, Row, Setting, Skipped, folder_of, in_words, require, torch_with_cuda
+from tests.gpu.row import GIB, MIB, Row, Setting, Skipped, folder_of, in_words, require, torch_computes, torch_with_cuda
 from tests.support import device_memory as memory
 from tests.support.checkpoints import tiny_llama
 from weightcached.loader import pipeline
@@ -103,7 +103,7 @@ def arithmetic(setting: Setting) -> str:
 
 def _computing(setting: Setting) -> Computing:
     """The device's; in a rehearsal, the host's processors over the same addresses."""
-    if setting.rehearsal:
+    if not torch_computes(setting):
         from tests.support.host_pointers import HostPointers
 
         return HostPointers()
@@ -129,7 +129,7 @@ def _peak(setting: Setting, directory: Path, computing: Computing) -> str:
                 execute(placement, checkpoint.files, segments, progress=progress)
 
             load()
-            if not setting.rehearsal:
+            if torch_computes(setting):
                 import torch
 
                 torch.cuda.empty_cache()

@@ -38,6 +38,8 @@ class Setting:
     rehearsal: bool
     alone: bool
     """Whether rows are to be shown this device alone: the program that runs them sees several."""
+    sockets: str = "/tmp"
+    """Where runtime directories are made: a socket's path has to be short, and ``folder`` is what somebody gave."""
 
     @property
     def spare_nbytes(self) -> int:
@@ -182,6 +184,18 @@ def torch_with_cuda() -> None:
         raise Skipped(f"this build of torch ({torch.__version__}) has no CUDA, or finds no device")
 
 
+def torch_computes(setting: Setting) -> bool:
+    """Whether torch takes the device's memory for what it is. In a rehearsal the host's tensors do that for it."""
+    import torch
+
+    return not setting.rehearsal or torch.cuda.is_available()
+
+
 def folder_of(setting: Setting, name: str) -> Path:
     """A new folder for the row's files, below the run's."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=setting.folder))
+
+
+def runtime_dir_of(setting: Setting) -> Path:
+    """One that a daemon is to make, in a new folder."""
+    return Path(tempfile.mkdtemp(prefix="", dir=setting.sockets)) / "run"

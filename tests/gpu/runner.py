@@ -57,9 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [row for row in ROWS if given.row is None or row.name in given.row]
     started_s = time.monotonic()
     until_s = started_s + given.within
-    with tempfile.TemporaryDirectory(prefix="weightcached-gpu-", dir=given.folder) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="weightcached-gpu-", dir=given.folder) as folder,
+        tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as sockets,
+    ):
         several = len(devices.devices()) > 1
-        setting = Setting(uuid=device.uuid, folder=folder, rehearsal=rehearsed(), alone=several)
+        setting = Setting(device.uuid, folder, rehearsal=rehearsed(), alone=several, sockets=sockets)
         outcomes = []
         for row in chosen:
             outcomes.append(_accounted(row, setting, until_s=until_s))

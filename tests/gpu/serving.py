@@ -19,8 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.checkpoints import many_tensors
 from tests.gpu.filling import decoder
-from tests.gpu.row import GIB, Row, Setting, Skipped, folder_of, in_words, require, torch_with_cuda
+from tests.gpu.row import (
+    GIB,
+    Row,
+    Setting,
+    Skipped,
+    folder_of,
+    in_words,
+    require,
+    runtime_dir_of,
+    torch_computes,
+    torch_with_cuda,
+)
 from tests.gpu.torch_ipc import seconds_to_share
+from tests.gpu.vllm_tokens import SERVED
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from weightcached.client import attach, segments
 from weightcached.client.weights import WeightSet
@@ -31,7 +43,7 @@ if TYPE_CHECKING:
 
 VLLM = "0.32"
 """Whose parameter names layout fused has."""
-SIZES = (GIB // 10, GIB, 10 * GIB)
+SIZES: tuple[int, ...] = (GIB // 10, GIB, 10 * GIB)
 TENSORS = 1000
 TARGET_S = 0.020
 TARGET_RATIO = 20
@@ -156,7 +168,7 @@ def same_tokens(setting: Setting) -> str:
 
     from weightcached.client.transformers.loading import binding_to
 
-    where = "cpu" if setting.rehearsal else "cuda"
+    where = "cuda" if torch_computes(setting) else "cpu"
     model = decoder(setting)
     prompt = torch.arange(1, 17, device=where).reshape(1, 16)
 
@@ -196,7 +208,7 @@ def same_tokens_of_vllm(setting: Setting) -> str:
     torch_with_cuda()
     model = decoder(setting)
     from_disk = _said_by_vllm(model, "off")
-    with running_daemon(setting, model, "--layout", "fused") as served:
+    with running_daemon(setting, model, **SERVED) as served:
         from_cache = _said_by_vllm(model, "require", str(served.place.runtime_dir))
     tokens, report = from_cache["tokens"], from_cache["report"]
     wanted = from_disk["tokens"]
@@ -215,12 +227,12 @@ def _said_by_vllm(*arguments: object) -> dict[str, Any]:
 
 @contextmanager
 def running_daemon(
-    setting: Setting, model: Path, *words: str, supervised: bool = False, memory: str = "cuda-vmm", **options: Any
+    setting: Setting, model: Path, *, supervised: bool = False, memory: str = "cuda-vmm", **options: Any
 ) -> Iterator[Daemon]:
     """A daemon that is ready; ``options`` as for :func:`tests.support.daemons.daemon`."""
-    runtime_dir = folder_of(setting, "run") / "run"
+    runtime_dir = runtime_dir_of(setting)
     maker = supervised_daemon if supervised else daemon
-    words = ("--device", f"cuda:{setting.uuid}", "--memory", memory, *words)
+    words = ("--device", f"cuda:{setting.uuid}", "--memory", memory)
     with maker(model, runtime_dir, *words, **options) as served:
         served.place = Place(runtime_dir, "default", f"gpu-{setting.uuid}")
         served.wait_until("ready")
@@ -229,7 +241,7 @@ def running_daemon(
 
 @contextmanager
 def attached(setting: Setting, model: Path, runtime_dir: Path, *, memory: str = "cuda-vmm") -> Iterator[WeightSet]:
-    if setting.rehearsal:
+    if not torch_computes(setting):
         from tests.support.gpu_engine import host_tensor
 
         segments.device_tensor = host_tensor
