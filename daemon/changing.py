@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from weightcached.daemon.change_custody import ChangeCustody
@@ -199,7 +199,7 @@ class Changing:
     async def _prepare(self, asked: Prepare) -> None:
         source, served = asked.source, self.require_serving()
         if isinstance(source, FromHeld):
-            waiting = self._held(asked, self._of_version(source.version))
+            waiting = self._held(asked, self._of_versions(source.versions))
         else:
             try:
                 made = await self._made(source, served)
@@ -211,12 +211,13 @@ class Changing:
         self._record.generations.prepared = waiting.generation
         self._ended("prepared", generation=waiting.generation)
 
-    def _of_version(self, version: str) -> Generation:
-        found = self._record.generations.of_version(version)
+    def _of_versions(self, versions: Sequence[str]) -> Generation:
+        """The generation that is held and has one of these."""
+        found = next(filter(None, map(self._record.generations.of_version, versions)), None)
         if found is None:
             raise GenerationGone(
                 "no generation of this version is held here",
-                expected=version,
+                expected=" or ".join(dict.fromkeys(versions)),
                 found=", ".join(one.generation.version for one in self._record.generations.granted),
                 next_step="update to its checkpoint instead",
             )

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from weightcached.client.control.coordinator import held
 from weightcached.client.control.group import Group, Member, Where
-from weightcached.protocol.control import Drop, Pin, RankState
+from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
 from weightcached.protocol.control_channel import ask
 from weightcached.protocol.errors import GenerationGone, WeightCacheError
 from weightcached.protocol.messages import GenerationInfo
 from weightcached.protocol.transaction import Versions
 
 
-def version_held_by_all(group: Group, to: str | None) -> str:
-    """The version that is meant, by a word that every rank knows it by: its digest may be known to some of them only.
-    Raises GenerationGone unless every rank can serve it.
-    """
+def held_by_all(group: Group, to: str | None) -> FromHeld:
+    """The version that is meant, as rank 0 knows it. Raises GenerationGone unless every rank can serve it."""
     states = group.states()
     leading = [one for one in states[0][1].generations if one.standing != "prepared"]
     if to is None:
@@ -43,12 +41,7 @@ def version_held_by_all(group: Group, to: str | None) -> str:
             where=group.where,
             next_step="update to its checkpoint instead",
         )
-    words = (wanted.receipts_version, wanted.version)
-    return next((word for word in words if all(_knows(state, word) for _, state in states)), wanted.version)
-
-
-def _knows(state: RankState, version: str) -> bool:
-    return any(version in (one.version, one.receipts_version) for one in state.generations)
+    return FromHeld(version=wanted.version, receipts_version=wanted.receipts_version)
 
 
 def _is(one: GenerationInfo, other: GenerationInfo) -> bool:

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 from collections import deque
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TypeVar
 
 import xxhash
@@ -158,7 +158,7 @@ class RankPush:
         for number in range(staged.bucket_count):
             fd = fds[1 + number]
             _check_bucket(fd, staged.bucket_nbytes, where)
-            mapping = self._held.enter_context(closing(host.map_shared(fd, nbytes=staged.bucket_nbytes)))
+            mapping = self._held.enter_context(host.map_shared(fd, nbytes=staged.bucket_nbytes))
             self._buckets.append(mapping.view())
         self._held.callback(self._buckets.clear)
         self._free.extend(range(staged.bucket_count))

@@ -2,8 +2,8 @@
 
     python tests/gpu/carry.py --python-version 3.12
 
-The options are pip's, for another machine than this: ``--python-version``, ``--platform``. Then take the whole checkout
-along, with that folder in it: ``check.py`` finds it there.
+The options are pip's, for another machine than this: ``--python-version``, ``--platform``; and what else to fetch, by
+name. Then take the whole checkout along, with that folder in it: ``check.py`` finds it there.
 """
 
 from __future__ import annotations

@@ -1,20 +1,24 @@
 """Everything that this project claims about a GPU, tried on one: ``python tests/gpu/check.py``, in under five minutes.
 
-Owns finding what the checks need. Of what a machine with a GPU usually has (torch with CUDA, numpy, safetensors,
-msgpack, pydantic, uvloop, prometheus-client, cuda-bindings) nothing is installed; what is missing beside it is unpacked
-from tests/gpu/wheelhouse/ (made by carry.py, where there is a network) into a folder that goes away again. Imports
-nothing but the standard library, then hands over to ``runner.py``, which says what the options are.
+Owns finding what the checks need. What a machine with a GPU usually has is expected to be there, and nothing is
+installed: what is missing beside it, or older than the project asks for, is unpacked from tests/gpu/wheelhouse/ (made
+by carry.py, where there is a network) into a folder that goes away again. Imports nothing but the standard library,
+then hands over to ``runner.py``, which says what the options are.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELHOUSE = ROOT / "tests" / "gpu" / "wheelhouse"
@@ -24,13 +28,15 @@ CARRIED = {
     "tqdm": "tqdm",
     "xxhash": "xxhash",
 }
-"""Module → package: what such a machine may lack."""
+"""Module → package: what such a machine may lack, and carry.py fetches."""
 EXPECTED = {
     "cuda.bindings": "cuda-bindings",
     "msgpack": "msgpack",
     "numpy": "numpy",
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
+    "safetensors": "safetensors",
+    "torch": "torch",
     "uvloop": "uvloop",
 }
 """The same for what it should have."""
@@ -38,17 +44,15 @@ EXPECTED = {
 
 def main(arguments: list[str]) -> int:
     """Run the checks. Returns their status: 0 when nothing failed, 1 when something did, 2 when they could not run."""
-    lacking = [package for module, package in EXPECTED.items() if not _there(module)]
-    missing = [package for module, package in CARRIED.items() if not _there(module)]
-    if lacking:
-        print(f"needs packages that are not here: {', '.join(lacking)}: pip install them", file=sys.stderr)
+    wrong = lacking()
+    brought = [package for package in wrong if wheels(package)]
+    if without_help := [f"{package}: {why}" for package, why in wrong.items() if package not in brought]:
+        print("\n".join(["The check cannot run here:", *without_help]), file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="weightcached-carried-") as folder:
-        if missing:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-            if subprocess.run([*install, f"--find-links={WHEELHOUSE}", f"--target={folder}", *missing]).returncode:
-                print(f"not here, nor in {WHEELHOUSE} (see carry.py): {', '.join(missing)}", file=sys.stderr)
-                return 2
+        if brought and not unpacked(brought, Path(folder)):
+            print(f"cannot unpack {', '.join(brought)} from {WHEELHOUSE}: fetch them anew (carry.py)", file=sys.stderr)
+            return 2
         _say_version(Path(folder))
         # `.typing` shows the folders of this checkout as the packages that they are: nothing has to be installed.
         paths = [str(ROOT), str(ROOT / ".typing"), folder, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -56,12 +60,78 @@ def main(arguments: list[str]) -> int:
         return subprocess.run([sys.executable, "-P", "-m", "tests.gpu.runner", *arguments], env=environment).returncode
 
 
+def lacking() -> dict[str, str]:
+    """Package → what is wrong with it here, and what to do."""
+    least = _least_versions()
+    found = {}
+    for module, package in (EXPECTED | CARRIED).items():
+        wanted = f"{package}>={least[package]}" if least[package] else package
+        fetch = "where there is a network, and bring tests/gpu/wheelhouse/ along"
+        carry = f"`python tests/gpu/carry.py` {fetch} (its options name this machine: --python-version, --platform)"
+        install = f"pip install '{wanted}'"
+        if package in EXPECTED:
+            carry = f"`python tests/gpu/carry.py '{wanted}'` {fetch}"
+        if not _there(module):
+            found[package] = f"not installed. {install}; or {carry}"
+        elif _version(package) < _numbers(least[package]):
+            has = importlib.metadata.version(package)
+            found[package] = f"{has} is installed, and {least[package]} or newer is needed. {install}; or {carry}"
+    # A rehearsal (FAKECUDA, tests/fakecuda/README.md) is made to do without.
+    if "torch" not in found and "FAKECUDA" not in os.environ and _torch()["cuda"] is None:
+        found["torch"] = (
+            f"this build ({_torch()['__version__']}) has no CUDA. Install one that has: https://pytorch.org/get-started"
+            "; tests/gpu/probe.py needs no torch"
+        )
+    return found
+
+
+def wheels(package: str) -> list[Path]:
+    """Those of ``package`` that were brought."""
+    return list(WHEELHOUSE.glob(f"{re.sub('[-.]', '_', package)}-*.whl"))
+
+
+def unpacked(packages: list[str], folder: Path) -> bool:
+    """Whether they lie in ``folder`` now. pip knows which wheel is for this machine, and says so where none is."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    return not subprocess.run([*install, f"--find-links={WHEELHOUSE}", f"--target={folder}", *packages]).returncode
+
+
+def _least_versions() -> dict[str, str]:
+    """Package → the oldest version that the project's own requirements allow, or nothing where any will do."""
+    project = _project()
+    required = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    split = (re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", requirement) for requirement in required)
+    return {one[1]: one[2] or "" for one in split if one}
+
+
+def _version(package: str) -> tuple[int, ...]:
+    return _numbers(importlib.metadata.version(package))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``2.11.0+cu130`` → (2, 11, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))  # type: ignore[index]
+
+
+def _torch() -> dict[str, Any]:
+    """What torch's build says of itself. Importing torch for that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
 def _say_version(folder: Path) -> None:
     """What an installation would have left: daemons and engines tell each other their version."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    metadata = folder / f"weightcached-{project['version']}.dist-info" / "METADATA"
+    version = _project()["version"]
+    metadata = folder / f"weightcached-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: weightcached\nVersion: {project['version']}\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: weightcached\nVersion: {version}\n")
 
 
 def _there(module: str) -> bool:

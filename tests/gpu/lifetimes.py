@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.gpu import listing
 from tests.gpu.peer import PATTERN
-from tests.gpu.row import GIB, Row, Setting, Skipped, child, line_of, require
+from tests.gpu.row import GIB, Row, Setting, Skipped, child, line_of, require, torch_with_cuda
 from tests.support import device_memory as memory
 from weightcached.protocol.memory.cuda import devices, nvml, physical
 from weightcached.protocol.memory.cuda.context import Context
@@ -22,6 +22,7 @@ from weightcached.protocol.memory.cuda.mappings import Mapping
 
 PROBE = Path(__file__).with_name("probe.py")
 PEER = "tests.gpu.peer"
+SPOILERS = {"spoil": "copy", "spoil-by-kernel": "kernel"}
 PAGE_NBYTES = 2 << 20
 
 
@@ -65,17 +66,29 @@ def descriptor_alone(setting: Setting) -> str:
 
 
 def read_only(setting: Setting) -> str:
-    """A process that maps it to read tries to write: it fails, and nothing has changed."""
+    """Processes that map it to read try to write, by the driver's copy and by a kernel of torch's, each its own, for a
+    context does not survive it: both fail, and nothing has changed.
+    """
     nbytes = setting.nbytes(GIB)
+    if not setting.rehearsal:
+        torch_with_cuda()
     with _made(setting.uuid, nbytes) as fd:
-        with child(PEER, "spoil", setting.uuid, str(nbytes), str(fd), fds=(fd,)) as spoiler:
-            assert spoiler.stdout is not None
-            assert spoiler.stdin is not None
-            said = spoiler.stdout.readline().strip()
-            spoiler.stdin.close()
-            status = spoiler.wait()
-        require(said != "written", "a write through a read-only mapping went through")
+        said = [f"{how}: {_spoilt(setting, what, nbytes, fd)}" for what, how in SPOILERS.items()]
         _told("check", setting.uuid, nbytes, fd, wanted="same")
+    return "; ".join(said)
+
+
+def _spoilt(setting: Setting, what: str, nbytes: int, fd: int) -> str:
+    """What became of one who wrote; AssertionError where he could."""
+    arguments = (what, setting.uuid, str(nbytes), str(fd), "host" if setting.rehearsal else "device")
+    with child(PEER, *arguments, fds=(fd,)) as spoiler:
+        assert spoiler.stdout is not None
+        assert spoiler.stdin is not None
+        reached, said = spoiler.stdout.readline().strip(), spoiler.stdout.readline().strip()
+        spoiler.stdin.close()
+        status = spoiler.wait()
+    require(reached == "mapped", f"the process that was to write ended with {status} before it could try")
+    require(said != "written", f"a write through a read-only mapping went through ({what})")
     return said or f"the process that wrote died (status {status})"
 
 

@@ -9,11 +9,13 @@ import socket
 import sys
 import time
 
+from tests.gpu.row import require
 from tests.support import device_memory as memory
 from weightcached.protocol.errors import DeviceFailed
 from weightcached.protocol.memory.cuda import devices, physical
 from weightcached.protocol.memory.cuda.context import Context
 from weightcached.protocol.memory.cuda.legacy import OpenedMemory
+from weightcached.protocol.memory.cuda_vmm import kind_on
 
 PATTERN = bytes(range(256)) * 4096
 """What ``make`` leaves at both ends of the memory."""
@@ -39,12 +41,36 @@ def check(uuid: str, nbytes: int, fd: int) -> None:
 def spoil(uuid: str, nbytes: int, fd: int) -> None:
     """Writes where it may only read. A device refuses the copy, or ends this process's context."""
     with memory.mapped(uuid, nbytes, fd=fd, writable=False) as mapped:
+        print("mapped", flush=True)
         try:
             memory.write(mapped.address, bytes(len(PATTERN)))
         except DeviceFailed as refusal:
             print(f"refused: {refusal.found}", flush=True)
             os._exit(0)  # of a context that is lost, nothing can be given back in order
         answer("written")
+
+
+def spoil_by_kernel(uuid: str, nbytes: int, fd: int, where: str) -> None:
+    """The same by a kernel of torch's, as an engine's would do it: through a tensor of the mapping that engines get.
+    ``where`` is ``host`` for the driver whose addresses are the host's.
+    """
+    import torch
+
+    from tests.support.gpu_engine import host_tensor
+    from weightcached.client.segments import device_tensor
+
+    mapping = kind_on(uuid).map_readonly(fd, nbytes=nbytes)
+    tensor = host_tensor(mapping) if where == "host" else device_tensor(mapping)
+    require(bytes(tensor[: len(PATTERN)].cpu().numpy()) == PATTERN, "a tensor of the mapping has other bytes")
+    print("mapped", flush=True)
+    try:
+        tensor.zero_()
+        if where != "host":
+            torch.cuda.synchronize()
+    except RuntimeError as refusal:
+        print(f"refused: {str(refusal).splitlines()[0]}", flush=True)
+        os._exit(0)
+    answer("written")
 
 
 def keep(uuid: str, nbytes: int) -> None:
@@ -89,6 +115,8 @@ def main(arguments: list[str]) -> None:
         context(uuid)
     elif what == "opened":
         opened(uuid, int(nbytes), rest[0])
+    elif what == "spoil-by-kernel":
+        spoil_by_kernel(uuid, int(nbytes), int(rest[0]), rest[1])
     else:
         {"make": make, "check": check, "spoil": spoil}[what](uuid, int(nbytes), int(rest[0]))
 

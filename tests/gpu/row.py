@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,8 @@ class Setting:
     rehearsal: bool
     alone: bool
     """Whether rows are to be shown this device alone: the program that runs them sees several."""
+    sockets: str = "/tmp"
+    """Where runtime directories are made: a socket's path has to be short, and ``folder`` is what somebody gave."""
 
     @property
     def spare_nbytes(self) -> int:
@@ -47,12 +50,15 @@ class Setting:
         """``real`` on a device; a thousandth in a rehearsal, in whole KiB."""
         return real if not self.rehearsal else max(real // 1000 // 1024, 1) * 1024
 
-    def judge(self, met: bool, claim: str) -> str:
-        """``claim`` for the figures, where a target of time or rate is met; AssertionError where it is missed."""
+    def judged(self, figures: Sequence[str], targets: Mapping[str, bool]) -> str:
+        """``figures`` and the claims of time and rate, each with whether it is met; AssertionError with all of these
+        where one is missed.
+        """
         if self.rehearsal:
-            return f"{claim}: not judged in a rehearsal"
-        require(met, f"missed: {claim}")
-        return claim
+            return "; ".join([*figures, *(f"{claim}: not judged in a rehearsal" for claim in targets)])
+        said = "; ".join([*figures, *(claim if met else f"MISSED: {claim}" for claim, met in targets.items())])
+        require(all(targets.values()), said)
+        return said
 
 
 @dataclass(frozen=True)
@@ -80,26 +86,48 @@ def require(condition: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def run(row: Row, setting: Setting) -> Outcome:
-    """The row's outcome, from a process of its own. Blocks until that has ended or been killed at the deadline."""
-    command = [sys.executable, "-P", "-m", "tests.gpu.runner", "--one-row", row.name, json.dumps(asdict(setting))]
+def run(row: Row, setting: Setting, *, within_s: float = float("inf")) -> Outcome:
+    """The row's outcome, from a process of its own. Blocks until that has ended or been killed, with all that it
+    started, at the row's deadline or after ``within_s``.
+    """
+    allowed_s = min(row.deadline_s, within_s)
     started_s = time.monotonic()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{setting.uuid}"} if setting.alone else None
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        _command(row, setting),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     ) as process:
         try:
-            answer, complaints = process.communicate(timeout=row.deadline_s)
+            answer, complaints = process.communicate(timeout=allowed_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill_all_of(process)
             answer, complaints = process.communicate()
-            complaints += f"\nnot done after {row.deadline_s:.0f} s"
+            complaints += f"\nnot done after {allowed_s:.0f} s"
+        except BaseException:  # its session is not this terminal's: Ctrl-C reaches it through here
+            _kill_all_of(process)
+            raise
     seconds = time.monotonic() - started_s
     if process.returncode == 0:
         said = json.loads(answer.splitlines()[-1])
         return Outcome(row.name, row.claim, said["verdict"], said["said"], seconds)
     last = (complaints.strip().splitlines() or [f"ended with {process.returncode} and no word"])[-1]
     return Outcome(row.name, row.claim, "FAIL", last, seconds)
+
+
+def _command(row: Row, setting: Setting) -> list[str]:
+    return [sys.executable, "-P", "-m", "tests.gpu.runner", "--one-row", row.name, json.dumps(asdict(setting))]
+
+
+def _kill_all_of(process: subprocess.Popen[str]) -> None:
+    """The leader of a session and its daemons and engines, which would hold the device, and the pipes, without it. A
+    keeper has a session of its own, and dies with its supervisor.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_here(row: Row, setting: Setting) -> int:
@@ -113,6 +141,11 @@ def run_here(row: Row, setting: Setting) -> int:
         verdict, said = "FAIL", f"{type(failure).__name__}: {failure}"
     print(json.dumps({"verdict": verdict, "said": said}), flush=True)
     return 0
+
+
+def in_words(nbytes: int) -> str:
+    """In GiB, or in MiB where it is less than a tenth of one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / MIB:.1f} MiB"
 
 
 @contextmanager
@@ -151,6 +184,18 @@ def torch_with_cuda() -> None:
         raise Skipped(f"this build of torch ({torch.__version__}) has no CUDA, or finds no device")
 
 
+def torch_computes(setting: Setting) -> bool:
+    """Whether torch takes the device's memory for what it is. In a rehearsal the host's tensors do that for it."""
+    import torch
+
+    return not setting.rehearsal or torch.cuda.is_available()
+
+
 def folder_of(setting: Setting, name: str) -> Path:
     """A new folder for the row's files, below the run's."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=setting.folder))
+
+
+def runtime_dir_of(setting: Setting) -> Path:
+    """One that a daemon is to make, in a new folder."""
+    return Path(tempfile.mkdtemp(prefix="", dir=setting.sockets)) / "run"

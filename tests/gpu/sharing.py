@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 
-from tests.gpu.row import GIB, Row, Setting, child, line_of
+from tests.gpu.row import GIB, Row, Setting, child, in_words, line_of
 from tests.support import device_memory as memory
 from weightcached.protocol.memory.cuda import devices, physical
 from weightcached.protocol.memory.cuda.context import Context
@@ -40,9 +40,8 @@ def by_descriptor(setting: Setting) -> str:
         finally:
             os.close(fd)
         slowest_s = max(slowest_s, statistics.median(there))
-        figures.append(f"{_size(nbytes)}: {_ms(there)}, back {_ms(back)}")
-    figures.append(setting.judge(slowest_s <= TARGET_S, f"{TARGET_S * 1e3:.0f} ms at most"))
-    return "; ".join(figures)
+        figures.append(f"{in_words(nbytes)}: {_ms(there)}, back {_ms(back)}")
+    return setting.judged(figures, {f"{TARGET_S * 1e3:.0f} ms at most": slowest_s <= TARGET_S})
 
 
 def by_handle(setting: Setting) -> str:
@@ -59,12 +58,8 @@ def by_handle(setting: Setting) -> str:
                     with child("tests.gpu.peer", "opened", setting.uuid, str(nbytes), held.export().hex()) as engine:
                         seconds.append(float(line_of(engine)))
                         engine.communicate()
-            figures.append(f"{_size(nbytes)}: {_ms(seconds)}")
+            figures.append(f"{in_words(nbytes)}: {_ms(seconds)}")
     return "; ".join(figures)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _ms(seconds: list[float]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import listing, runner
+from tests.gpu import lifetimes, listing, row, runner
 from tests.gpu.row import Outcome, Row, Setting, run
 from tests.support.fakecuda import FakeDevice
 from tests.support.unprivileged import ROOT
@@ -18,7 +21,7 @@ from weightcached.protocol.memory.cuda import devices, physical
 from weightcached.protocol.memory.cuda.context import Context
 
 CHECK = Path(__file__).with_name("check.py")
-SLOW = {"kept", "attach", "holder", "tokens"}
+SLOW = {"kept", "vault", "attach", "holder", "tokens"}
 LACKING = {
     "allocator": "has no CUDA",
     "graph": "has no CUDA",
@@ -56,12 +59,19 @@ def test_each_row_passes_in_a_rehearsal_or_says_what_it_lacks(fake_cuda, name):
         assert verdict == "PASS"
         assert said
     assert "REHEARSED against a fake driver" in written
+    assert "driver 0.0 (fake)" in written
     assert not runner.RESULTS.exists() or "Fake GPU" not in runner.RESULTS.read_text()
 
 
 @pytest.mark.parametrize(
     ("worse", "name"),
-    [("unprotected", "read-only"), ("forgetful", "descriptor"), ("forgetful", "probe"), ("hoarding", "probe")],
+    [
+        ("unprotected", "read-only"),
+        ("forgetful", "descriptor"),
+        ("forgetful", "probe"),
+        ("hoarding", "probe"),
+        pytest.param("forgetful", "vault", marks=pytest.mark.slow),
+    ],
 )
 def test_a_device_that_does_not_keep_its_promises_fails_the_row(fake_cuda, worse, name):
     fake_cuda.worsen(worse)
@@ -95,6 +105,46 @@ def test_who_has_a_context_is_seen_where_nvml_lists_it(cuda_here, monkeypatch):
         listing.without_context(setting, os.getpid(), who="the keeper")
 
 
+def test_a_kernel_that_writes_where_it_may_only_read_fails_the_row_though_copies_do_not(fake_cuda, monkeypatch):
+    """In a rehearsal the kernel is the host's: it dies of the write unless the mapping is not protected."""
+    monkeypatch.setattr(lifetimes, "SPOILERS", {"spoil-by-kernel": "kernel"})
+    for name, value in {**fake_cuda.environment, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    setting = Setting(fake_cuda.devices[0].uuid, "", rehearsal=True, alone=False)
+    assert lifetimes.read_only(setting) == f"kernel: the process that wrote died (status {-signal.SIGSEGV})"
+    fake_cuda.worsen("unprotected")
+    with pytest.raises(AssertionError, match=r"went through \(spoil-by-kernel\)"):
+        lifetimes.read_only(setting)
+
+
+def test_results_are_kept_with_date_device_and_driver_run_after_run_and_never_those_of_a_rehearsal(
+    cuda_here, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(runner, "RESULTS", kept := tmp_path / "RESULTS.md")
+    monkeypatch.setattr(runner, "run", lambda row, *_, **__: Outcome(row.name, row.claim, "PASS", f"9 ms | {row.name}"))
+    assert runner.main(["--row", "map"]) == 0
+    assert "REHEARSED" in capsys.readouterr().out
+    assert not kept.exists()
+    monkeypatch.setattr(runner, "rehearsed", lambda: False)
+    assert runner.main(["--row", "map", "--within", "0"]) == 1
+    assert runner.main(["--row", "map", "--row", "open"]) == 0
+    title, _, first, *lines = kept.read_text().splitlines()
+    second = lines[5]
+    assert title == "# What was seen on GPUs"
+    for head in (first, second):
+        date = time.strftime("%Y-%m-%d")
+        assert head.startswith(f"## {date} ")
+        assert "Fake GPU (0 GiB), driver 0.0 (fake), CUDA 13.0, " in head
+    assert lines[3].startswith("| FAIL | map | mapping a segment takes milliseconds, whatever its size | not reached")
+    assert [line.split(" | ")[-1] for line in lines[9:]] == ["9 ms / map |", "9 ms / open |"]
+
+
+def test_a_driver_whose_version_nvml_does_not_tell_is_no_reason_to_stop(cuda_here):
+    assert runner.driver_version() == "0.0 (fake)"
+    cuda_here.fake.fail(("nvmlSystemGetDriverVersion", "*", 3))
+    assert runner.driver_version() == "unknown (nvmlReturn 3)"
+
+
 def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda):
     status, verdicts, _ = checked(fake_cuda, "--row", "bytes", "--row", "map", FAKECUDA_FAIL="cuMemcpyHtoDAsync 40 999")
     assert status == 1
@@ -106,7 +156,7 @@ def test_a_call_that_fails_fails_the_row_by_name_and_the_others_go_on(fake_cuda)
 def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
     held = []
 
-    def leaves_some(row, setting):
+    def leaves_some(row, setting, *, within_s):
         device = devices.find(None)
         held.append(physical.allocate(physical.granularity(device), device=device))
         return Outcome(row.name, row.claim, "PASS", "all well")
@@ -114,18 +164,41 @@ def test_memory_that_stays_used_after_a_row_fails_it(cuda_here, monkeypatch):
     monkeypatch.setattr(runner, "run", leaves_some)
     monkeypatch.setattr(runner, "SETTLES_S", 0.0)
     setting = Setting(cuda_here.fake.devices[0].uuid, "", rehearsal=True, alone=False)
-    outcome = runner._accounted(Row("any", "claims something", lambda _: ""), setting)
+    outcome = runner._accounted(Row("any", "claims something", lambda _: ""), setting, until_s=math.inf)
     held.pop().close()
     assert outcome.verdict == "FAIL"
     assert "stay used" in outcome.said
     assert "all well" in outcome.said
 
 
-def test_a_row_that_does_not_end_is_killed_and_has_failed(fake_cuda):
-    never = Row("map", "never ends", lambda _: "", deadline_s=0.01)
-    outcome = run(never, Setting(fake_cuda.devices[0].uuid, "", rehearsal=True, alone=False))
+def test_a_target_that_is_missed_fails_the_row_and_costs_it_none_of_its_figures():
+    real, rehearsed = (Setting("", "", rehearsal=rehearsal, alone=False) for rehearsal in (False, True))
+    assert real.judged(["21 ms", "4 GB/s"], {"30 ms at most": True}) == "21 ms; 4 GB/s; 30 ms at most"
+    with pytest.raises(AssertionError, match="21 ms; 4 GB/s; MISSED: 20 ms at most; 3 GB/s at least"):
+        real.judged(["21 ms", "4 GB/s"], {"20 ms at most": False, "3 GB/s at least": True})
+    assert rehearsed.judged(["21 ms"], {"20 ms at most": False}) == "21 ms; 20 ms at most: not judged in a rehearsal"
+
+
+def test_a_row_that_does_not_end_is_killed_with_all_it_started_and_has_failed(monkeypatch):
+    """Whoever it started has its output, which is read to the end."""
+    monkeypatch.setattr(row, "_command", lambda *_: ["sh", "-c", "sleep 100 & wait"])
+    started_s = time.monotonic()
+    never = Row("any", "never ends", lambda _: "", deadline_s=1)
+    outcome = run(never, Setting("", "", rehearsal=True, alone=False))
+    assert time.monotonic() - started_s < 50
     assert outcome.verdict == "FAIL"
-    assert "not done after" in outcome.said
+    assert outcome.said == "not done after 1 s"
+
+
+def test_all_rows_together_end_in_time_and_those_not_reached_have_failed(fake_cuda):
+    """The first is killed when the time is up, and nothing of it is left on the device, as the fixture looks for."""
+    status, verdicts, written = checked(fake_cuda, "--within", "0.2", *("--row", "descriptor"), *("--row", "map"))
+    assert status == 1, written
+    assert list(verdicts) == ["descriptor", "map"]
+    assert verdicts["descriptor"] == ("FAIL", "not done after 0 s")
+    assert verdicts["map"][0] == "FAIL"
+    assert verdicts["map"][1].startswith("not reached")
+    assert runner.WITHIN_S < 300
 
 
 def test_of_several_devices_the_one_that_is_named_is_checked(fake_cuda):
@@ -140,9 +213,3 @@ def test_without_a_device_there_is_nothing_to_check(fake_cuda):
     status, verdicts, written = checked(fake_cuda)
     assert (status, verdicts) == (2, {})
     assert "there is no device to check" in written
-
-
-def test_packages_that_are_missing_are_named(tmp_path):
-    ended = subprocess.run([sys.executable, "-S", str(CHECK)], capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "cuda-bindings" in ended.stderr

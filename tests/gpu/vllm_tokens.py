@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 TOKENS = 24
 KV_CACHE_NBYTES = 256 << 20
+SERVED: dict[str, Any] = {"layout": "fused", "dtype": "bfloat16"}
+"""What a daemon has to be told to have what vLLM asks for, of a checkpoint in bf16."""
 
 
 def main(model: str, mode: str, runtime_dir: str | None = None) -> None:
@@ -34,6 +37,7 @@ def main(model: str, mode: str, runtime_dir: str | None = None) -> None:
     }
     engine = LLM(
         model,
+        dtype=SERVED["dtype"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=64,

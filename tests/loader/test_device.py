@@ -321,5 +321,18 @@ def test_writing_outside_the_segment_is_refused(cuda_here):
                     port.lend(0, offset, nbytes)
 
 
+@pytest.mark.parametrize("grows", ["buffer", "scratch"])
+def test_what_a_port_gives_up_for_more_is_not_taken_from_a_copy_that_is_still_to_be_done(cuda_here, grows):
+    """Two streams have one each; a device that copies as late as it may would find the memory gone, and be lost."""
+    with memory.mapped(None, 1 << 20) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)], computing=HostPointers())
+        with segment, segment.port(1024) as port, segment.port(1024) as other:
+            for one in (port, other):
+                one.bring(one.scratch("source", 256), one.buffer(256))
+            getattr(port, grows)(*(["source"] if grows == "scratch" else []), 512)
+            segment.finish()
+        mapped.context.synchronize()
+
+
 def test_the_module_names_nothing_of_torch_or_numpy():
     assert not {"torch", "numpy", "np"} & set(vars(device))

@@ -95,6 +95,17 @@ class FakeCuda:
         (self.directory / "fail.new").write_text("".join(f"{name} {nth} {result}\n" for name, nth, result in rules))
         (self.directory / "fail.new").rename(self.directory / "fail")
 
+    def lose(self, call: str, nth: int | str = "*") -> None:
+        """When a process makes this call (for the ``nth`` time) the devices are gone: that call fails, and from then on
+        every call of every process. Who has met that stays without a device, also when they are :meth:`found`.
+        """
+        (self.directory / "lose").write_text(f"{call} {nth} 1\n")
+
+    def found(self) -> None:
+        """What was lost is there again."""
+        for name in ("lose", "lost"):
+            (self.directory / name).unlink(missing_ok=True)
+
     def worsen(self, *quirks: str) -> None:
         """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it), ``unprotected``
         (read-only mappings are not) or ``hoarding`` (no memory comes back). Or another one: ``other-pids`` lists

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import random
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
 from tests.support.racing import race
 from weightcached.client import attach
@@ -40,7 +43,9 @@ from weightcached.client.control import (
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.control import FromHeld
+from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
@@ -97,6 +102,41 @@ def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, ne
     assert versions(ranks) == second
     with pytest.raises(GenerationGone, match="no such version"):
         rollback("receipts:" + "0" * 64, runtime_dir=at)
+
+
+def test_a_rank_that_does_not_know_a_content_digest_yet_is_rolled_back_and_does_not_call_the_version_gone(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 0 names the version by its digest, which rank 1 does not come to know as long as somebody else computes it:
+    to a coordinator, and then to an engine.
+    """
+    with open_weights(weight_files(settled_model)) as weights:
+        receipts = take_receipts(weights).sha256
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    own_cache = ["--cache-dir", str(tmp_path / "digests")]
+    with DigestCache(tmp_path / "digests").opened([]) as shelf, ExitStack() as turn:
+        turn.enter_context(shelf.turn(receipts))
+        with (
+            scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as knowing,
+            scripted_daemon(settled_model, runtime_dir, *own_cache, **shard, tp_rank=1) as waits,
+        ):
+            for one in (knowing, waits):
+                one.wait_until("ready")
+            eventually(lambda: knowing.report().digest is not None)
+            before = versions([knowing, waits])
+            update(newer, runtime_dir=runtime_dir)
+            rollback(runtime_dir=runtime_dir)
+            assert versions([knowing, waits]) == before
+            assert waits.report().digest is None
+            named = knowing.report().version
+            asked: dict[str, Any] = {**shard, "runtime_dir": runtime_dir, "mode": "require", "want": "current"}
+            with attach(settled_model, **asked, tp_rank=1) as weights:
+                with pytest.raises(DaemonNotReady, match=r"digest.*ask again"):
+                    weights.stage(version=named)
+                turn.close()
+                eventually(lambda: waits.report().digest is not None)
+                with weights.stage(version=named) as staged:
+                    assert staged.generation == weights.generation
 
 
 def test_engines_of_both_ranks_get_the_version_of_rank_0(ranks: list[Daemon], at: Path, newer: Path) -> None:
@@ -457,3 +497,36 @@ def test_a_group_that_lacks_a_rank_is_not_changed(settled_model: Path, newer: Pa
     with pytest.raises(DaemonAbsent):
         generations(runtime_dir=runtime_dir)
     assert commands.update_main(["--runtime-dir", str(runtime_dir), "--model", str(newer)]) == commands.FAILED_EXIT
+
+
+def test_ranks_that_are_not_there_yet_or_still_load_are_waited_for_where_that_is_asked(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 1's keeper is dead at first, and the next one loads until a byte has been written to the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    slow = {"hang_at": "job", "release": str(pipe), "attempts": str(tmp_path / "attempts"), "only_attempts": 1}
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    steps: queue.Queue[Step] = queue.Queue()
+
+    def until(wanted: Callable[[Step], bool]) -> None:
+        while not wanted(steps.get(timeout=TIMEOUT_S)):
+            pass
+
+    with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as leader, ThreadPoolExecutor() as threads:
+        with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=1) as dead:
+            for one in (leader, dead):
+                one.wait_until("ready")
+            dead.stop(signal.SIGKILL)
+        where = Where.of(runtime_dir=runtime_dir, timeout_s=TIMEOUT_S)
+        waits = threads.submit(lambda: asyncio.run(changes.update(where, newer, wait=True, told=steps.put)))
+        until(lambda step: step.phase is Phase.LOOK)
+        with scripted_daemon(settled_model, runtime_dir, script=slow, **shard, tp_rank=1) as second:
+            second.wait_logged("state", state="loading")
+            for wait, timeout_s in ((False, TIMEOUT_S), (True, 1.2)):
+                with pytest.raises(DaemonNotReady, match=r"on rank tp1of2: it serves no weights yet.*--wait"):
+                    update(newer, runtime_dir=runtime_dir, wait=wait, timeout_s=timeout_s)
+            until(lambda step: step.phase is Phase.LOOK and [word for word, _ in step.reports] == ["tp1of2"])
+            pipe.write_bytes(b"1")
+            changed = waits.result(TIMEOUT_S)
+            assert versions([leader, second]) == [changed.version] * 2
