@@ -1,16 +1,19 @@
-"""What the options of an attach may be. Owns their checks; touches nothing. Called by ``attach.py``."""
+"""What the options of an attach, and of changes to live weights, may be. Owns their checks; touches nothing. Called by
+the functions that users call.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import math
+import numbers
 import sys
 from pathlib import Path
 
 from weightcached.protocol.digest_cache import HEX
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.text import one_line
+from weightcached.protocol.text import one_line, shown
 
 LONGEST_TIMEOUT_S = 24 * 24 * 3600.0
 """About what poll() can wait, whose milliseconds have 32 bits."""
@@ -27,29 +30,50 @@ def checked_want(want: str) -> str:
     return want
 
 
+def checked_text(what: str, text: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidOption(f"unusable {what}", expected="text", found=shown(text))
+    return text
+
+
+def checked_flags(**flags: bool) -> None:
+    """Text such as ``"no"`` would mean yes."""
+    for what, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InvalidOption(f"unusable {what}", expected="True or False", found=shown(flag))
+
+
+def is_whole_number(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 def checked_digest(digest: str | None, want: str) -> str | None:
     if digest is None:
         return None
     if want != "checkpoint":
         raise InvalidOption("a digest belongs to want='checkpoint'", found=f"want={want!r} and a digest")
-    if not HEX.fullmatch(digest):
+    if not isinstance(digest, str) or not HEX.fullmatch(digest):
         expected = "64 hex digits: the first word that `weightcached digest` prints"
-        raise InvalidOption("unusable digest", expected=expected, found=digest)
+        raise InvalidOption("unusable digest", expected=expected, found=shown(digest))
     return digest
 
 
 def checked_seconds(what: str, seconds: float) -> float:
-    if math.isnan(seconds) or seconds < 0:
-        raise InvalidOption(f"unusable {what}", expected="seconds, 0 or more", found=seconds)
+    if not _is_number(seconds) or math.isnan(seconds) or seconds < 0:
+        raise InvalidOption(f"unusable {what}", expected="seconds, 0 or more", found=shown(seconds))
     return min(seconds, LONGEST_TIMEOUT_S)
 
 
 def checked_heartbeat(seconds: float) -> float:
     """A heartbeat cannot be left out: without one a daemon that hangs would never be noticed."""
-    if not _SHORTEST_HEARTBEAT_S <= seconds <= _LONGEST_HEARTBEAT_S:
+    if not _is_number(seconds) or not _SHORTEST_HEARTBEAT_S <= seconds <= _LONGEST_HEARTBEAT_S:
         expected = f"at least {_SHORTEST_HEARTBEAT_S:g} seconds, at most a day"
-        raise InvalidOption("unusable heartbeat_s", expected=expected, found=seconds)
+        raise InvalidOption("unusable heartbeat_s", expected=expected, found=shown(seconds))
     return seconds
+
+
+def _is_number(seconds: object) -> bool:
+    return isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
 
 
 def engine_name(stated: str | None) -> str:

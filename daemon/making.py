@@ -63,7 +63,7 @@ class Making:
                 if not isinstance(cause, InsufficientMemory):
                     raise cause from failure
                 if not await self._freeing.make_room():  # what a worker itself needs was not admitted with the weights
-                    raise self._beside(cause) from failure
+                    raise beside_what_is_held(cause, self._record) from failure
         self._record.load_durations.add(time.monotonic() - started_s)
         return self._by_change(made)
 
@@ -84,19 +84,6 @@ class Making:
 
     def _by_change(self, made: Generation) -> Generation:
         return dataclasses.replace(made, under_model=self._record.options.model)
-
-    def _beside(self, error: InsufficientMemory) -> InsufficientMemory:
-        """The same, and what is held beside."""
-        held = self._record.generations.all
-        count = f"{len(held)} generation{'s' if len(held) != 1 else ''}"
-        nbytes = binary_size(sum(one.generation.resident_nbytes for one in held))
-        return InsufficientMemory(
-            error.message,
-            expected=error.expected,
-            found=f"{error.found}, beside {count} of {nbytes} that are served, leased or pinned",
-            where=error.where,
-            next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
-        )
 
     async def check(self, generation: Generation, served: Generation) -> None:
         """Every resident byte, before anybody is told that it is prepared; and that its config and its parameters' form
@@ -124,3 +111,17 @@ class Making:
                     found=keeping.reason,
                     next_step="let the service manager keep more descriptors (FileDescriptorStoreMax=, --store-max)",
                 )
+
+
+def beside_what_is_held(error: InsufficientMemory, record: Record) -> InsufficientMemory:
+    """The same of a change, and what is held beside: nothing that is kept for rollback alone can make room any more."""
+    held = record.generations.all
+    count = f"{len(held)} generation{'s' if len(held) != 1 else ''}"
+    nbytes = binary_size(sum(one.generation.resident_nbytes for one in held))
+    return InsufficientMemory(
+        error.message,
+        expected=error.expected,
+        found=f"{error.found}, beside {count} of {nbytes} that are served, leased or pinned",
+        where=error.where,
+        next_step="free memory or raise that limit; `weightcached generations` shows what is held and why",
+    )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from weightcached.daemon.freeing import Freeing
 from weightcached.daemon.generation import Generation
+from weightcached.daemon.making import beside_what_is_held
 from weightcached.daemon.pushed import PushRequest, load_pushed
 from weightcached.daemon.record import Record, Tell
 from weightcached.daemon.worker_process import TransientFailure
@@ -21,6 +22,7 @@ from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.control import ChangeInfo, FromTrainer
 from weightcached.protocol.errors import (
     DaemonNotReady,
+    InsufficientMemory,
     StageLost,
     UpdateConflict,
     WeightCacheError,
@@ -150,9 +152,12 @@ class _Attendance:
                     next_step="push again",
                 )
             return await loading
-        except TransientFailure as failure:
-            self._failure = failure.cause
-            raise failure.cause from failure
+        except (TransientFailure, InsufficientMemory) as failure:
+            cause = failure.cause if isinstance(failure, TransientFailure) else failure
+            if isinstance(cause, InsufficientMemory):
+                cause = beside_what_is_held(cause, self._record)
+            self._failure = cause
+            raise cause from failure
         except WeightCacheError as error:
             self._failure = error
             raise

@@ -33,9 +33,12 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None) -> Pa
     they are downloaded (blocks, as long as that takes), unless ``HF_HUB_OFFLINE`` forbids it. Raises
     :class:`InvalidOption` when ``model`` is neither, :class:`CheckpointError` when the hub's files cannot be had.
     """
-    path, found = Path(model), "nothing there"
+    path, found = Path(), "nothing there"
     try:
+        path = Path(model)
         mode = os.stat(model).st_mode
+    except TypeError:
+        found = f"no path, but of type {type(model).__name__}"
     except (FileNotFoundError, NotADirectoryError, ValueError):
         if isinstance(model, str) and _HUB_ID.fullmatch(model):
             return _snapshot(model, revision)

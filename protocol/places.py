@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.protocol.errors import InvalidOption, InvalidPlace
+from weightcached.protocol.text import shown
 
 DEFAULT_RUNTIME_DIR = Path("/run/weightcached")
 RUNTIME_DIR_VARIABLE = "WEIGHTCACHED_RUNTIME_DIR"
@@ -35,8 +36,8 @@ _WORD = "letters, digits, '_', '-', '.', not starting with '.' or '-'"
 
 def place_name(text: str) -> str:
     """The word as a place's name. Raises InvalidOption for one that no place could have."""
-    if not _NAME.fullmatch(text):
-        raise InvalidOption("unusable name", expected=_WORD, found=text)
+    if not isinstance(text, str) or not _NAME.fullmatch(text):
+        raise InvalidOption("unusable name", expected=_WORD, found=shown(text))
     return text
 
 
@@ -46,7 +47,10 @@ def runtime_directory(option: str | os.PathLike[str] | None = None) -> Path:
     No other variable matters: a default that depended on the environment would differ between a container and its host,
     and an engine that looks elsewhere would silently load from disk.
     """
-    chosen = Path(option) if option is not None else Path(os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR)
+    given = os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR if option is None else option
+    if not isinstance(given, str | os.PathLike):
+        raise InvalidOption("the runtime directory must be a path", expected="an absolute path", found=shown(given))
+    chosen = Path(given)
     if not chosen.is_absolute() or "\0" in str(chosen):
         raise InvalidOption("the runtime directory must be an absolute path", found=ascii(str(chosen)))
     return chosen
@@ -79,8 +83,8 @@ class Place:
 
     def __post_init__(self) -> None:
         place_name(self.name)
-        if not _NAME.fullmatch(self.device):
-            raise InvalidOption("unusable device", expected=_WORD, found=self.device)
+        if not isinstance(self.device, str) or not _NAME.fullmatch(self.device):
+            raise InvalidOption("unusable device", expected=_WORD, found=shown(self.device))
         longest = os.fsencode(self.socket_path) + BINDING_SUFFIX.encode()
         if len(longest) > SOCKET_PATH_MAX_BYTES:
             raise InvalidPlace(

@@ -18,6 +18,7 @@ from weightcached.client.control.coordinator import Coordinator, Step, Told, hel
 from weightcached.client.control.course import Course, Failure, Phase, begin, end
 from weightcached.client.control.group import Group, Member, Where
 from weightcached.client.control.holding import held_by_all
+from weightcached.client.options import checked_flags, checked_text, is_whole_number
 from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
@@ -30,6 +31,7 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.hub import resolve as resolve_model
 from weightcached.protocol.places import DEFAULT_NAME
+from weightcached.protocol.text import shown
 from weightcached.protocol.transaction import Versions
 
 KEEP_MAX = GENERATIONS_MAX - 1
@@ -92,6 +94,9 @@ async def rollback(
 
     Raises GenerationGone with who holds it and who does not.
     """
+    if to is not None:
+        checked_text("version to roll back to", to)
+    checked_flags(wait=wait, force=force, align=align)
     source = held_by_all(await _whole(where, wait=wait, told=told), to)
     return await change(where, source, wait=wait, force=force, align=align, told=told)
 
@@ -111,8 +116,9 @@ async def change(
     begun to prepare it: a trainer pushes then. The other parameters are :func:`update`'s.
     """
     started_s = time.monotonic()
-    if keep is not None and not 0 <= keep <= KEEP_MAX:
-        raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=keep)
+    checked_flags(wait=wait, force=force, align=align)
+    if keep is not None and not (is_whole_number(keep) and 0 <= keep <= KEEP_MAX):
+        raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=shown(keep))
     group = await _whole(where, wait=wait, told=told)
     while True:
         await _end_others(where, group, wait=wait, force=force, told=told)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from weightcached.client.options import checked_seconds
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.control import Describe, RankInfo, RankState
 from weightcached.protocol.control_channel import ask
@@ -21,13 +22,15 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
     DaemonUnreachable,
+    InvalidOption,
     RanksDisagree,
     WeightCacheError,
 )
 from weightcached.protocol.named_places import nobody_there, places_with_socket
 from weightcached.protocol.peers import AllowList
-from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
+from weightcached.protocol.places import DEFAULT_NAME, Place, place_name, runtime_directory
 from weightcached.protocol.ranks import KINDS, every_rank, rank_word
+from weightcached.protocol.text import shown
 
 PATIENCE_S = 3.0
 """For how long a daemon that is being started again is waited for while all are looked for."""
@@ -116,7 +119,11 @@ class Where:
         timeout_s: float = TIMEOUT_S,
         allowed: AllowList | None = None,
     ) -> Self:
-        return cls(runtime_directory(runtime_dir), name, Deadline.after(timeout_s), allowed or AllowList())
+        """Raises InvalidOption for what is none of these."""
+        if allowed is not None and not isinstance(allowed, AllowList):
+            raise InvalidOption("unusable allowed", expected="an AllowList", found=shown(allowed))
+        deadline = Deadline.after(checked_seconds("timeout_s", timeout_s))
+        return cls(runtime_directory(runtime_dir), place_name(name), deadline, allowed or AllowList())
 
     async def group(self) -> Group:
         return await find_group(self.runtime_dir, self.name, deadline=self.deadline, allowed=self.allowed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from weightcached.client.control.coordinator import held
 from weightcached.client.control.group import Group, Member, Where
+from weightcached.client.options import checked_flags, checked_text
 from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
 from weightcached.protocol.control_channel import ask
 from weightcached.protocol.errors import GenerationGone, WeightCacheError
@@ -83,6 +84,8 @@ def _matches(one: GenerationInfo, word: str) -> bool:
 async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
     """Keep a version (or one rank's generation) whatever would have it freed, or no longer. ``word``: or its
     beginning. The group afterwards."""
+    checked_text("version or generation", word)
+    checked_flags(pinned=pinned)
     group = await where.group()
     for member, generation in _where_held(group, word):
         await _ask(where, member, Pin(generation=generation, pinned=pinned))
@@ -92,6 +95,8 @@ async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
 async def drop(where: Where, word: str, *, force: bool = False) -> Group:
     """Free a version (or one rank's generation) that is neither served nor part of a change. ``force``: also one that
     is pinned or leased. The group afterwards."""
+    checked_text("version or generation", word)
+    checked_flags(force=force)
     group = await where.group()
     for member, generation in _where_held(group, word):
         await _ask(where, member, Drop(generation=generation, force=force))

@@ -42,6 +42,9 @@ def publish(
     """Push ``tensors`` (checkpoint name → tensor, array, or what gives one for a box) and commit. Blocks; returns the
     version that every rank serves then. Raises why nothing has changed. Parameters are :func:`stage`'s.
     """
+    from weightcached.client.publish.values import named
+
+    pairs = named(tensors)
     with stage(
         partial=partial,
         trainer=trainer,
@@ -52,7 +55,7 @@ def publish(
         bucket_count=bucket_count,
         **where,
     ) as publication:
-        for name, value in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        for name, value in pairs:
             publication.push(name, value)
         return publication.commit()
 

@@ -93,7 +93,7 @@ class GroupPush:
 
     def _wanted(self, name: str) -> WantedTensor:
         for rank in self._ranks:
-            if (wanted := rank.table.get(name)) is not None:
+            if isinstance(name, str) and (wanted := rank.table.get(name)) is not None:
                 return wanted
         raise PushMismatch(
             f"the checkpoint that is served has no tensor {shown(name)}",
@@ -111,8 +111,9 @@ class GroupPush:
 
 def _explicit(wanted: WantedTensor, box: Sequence[slice]) -> Box:
     """``box`` with every axis, start and stop. Raises PushMismatch where it is none of the tensor's."""
+    box = tuple(box) if isinstance(box, Iterable) else (box,)
     given = [*box, *(slice(None) for _ in wanted.shape[len(box) :])]
-    if len(given) == len(wanted.shape) and all(isinstance(one, slice) and one.step in (None, 1) for one in given):
+    if len(given) == len(wanted.shape) and all(map(_is_plain, given)):
         found = tuple(
             slice(0 if one.start is None else int(one.start), extent if one.stop is None else int(one.stop))
             for one, extent in zip(given, wanted.shape, strict=True)
@@ -124,6 +125,12 @@ def _explicit(wanted: WantedTensor, box: Sequence[slice]) -> Box:
         expected=f"slices within {list(wanted.shape)}, without steps",
         found=", ".join(map(str, box)),
     )
+
+
+def _is_plain(one: object) -> bool:
+    """Whether it is a slice from and to a whole number, where it says so, with nothing left out between."""
+    ends = (one.start, one.stop) if isinstance(one, slice) and one.step in (None, 1) else ("",)
+    return all(end is None or hasattr(end, "__index__") for end in ends)
 
 
 def _common(needed: Iterable[Box], box: Box) -> list[Box]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import xxhash
 
-from weightcached.client import options
+from weightcached.client import forks, options
 from weightcached.client.connect import reach
 from weightcached.client.exchange import error_of, require_no_descriptors
 from weightcached.client.publish.cutting import parts
@@ -138,6 +138,7 @@ class RankPush:
         with ExitStack() as held, fds:
             held.callback(daemon.close)
             push = cls(place, daemon, staged, held, deadline=deadline)
+            forks.in_child(push, RankPush.close)
             push._take(fds)
             push._hear_wanted()
             push._held = held.pop_all()
@@ -207,6 +208,7 @@ class RankPush:
 
     def _place(self, nbytes: int) -> memoryview:
         """Room for a piece, at the end of what is in the bucket or at the beginning of another. Waits for that."""
+        self._require_open()
         if self._current is not None and (nbytes > self._room() or len(self._pieces) == PIECES_MAX):
             self.hand_over()
         if self._current is None:
@@ -241,14 +243,17 @@ class RankPush:
         self._say(Assign(version=version))
 
     def close(self) -> None:
-        """Give everything back. A stage that is not finished is given up by the daemon. Safe to call twice."""
+        """Give everything back: a push that is not finished is given up by the daemon. In a forked child only its own
+        copies are closed, before anything else runs there; the push goes on in its parent. Safe to call twice.
+        """
+        self._worker = None
         self._held.close()
 
     # The conversation
 
     def _say(self, message: Message) -> None:
         try:
-            self._open_worker.send(message, deadline=self._deadline)
+            self._require_open().send(message, deadline=self._deadline)
         except PeerClosed:
             raise self._reason() from None
         except TimeoutError as error:
@@ -257,7 +262,7 @@ class RankPush:
     def _hear(self, kind: type[_Kind]) -> _Kind:
         while True:
             try:
-                frame = self._open_worker.receive(deadline=self._deadline)
+                frame = self._require_open().receive(deadline=self._deadline)
             except PeerClosed:
                 raise self._reason() from None
             except TimeoutError as error:
@@ -278,10 +283,10 @@ class RankPush:
             next_step="allow more time (timeout_s), or look whether that worker is stopped or starved",
         )
 
-    @property
-    def _open_worker(self) -> Channel:
+    def _require_open(self) -> Channel:
+        """The worker's connection."""
         if self._worker is None:
-            raise ValueError("the push has not begun")
+            raise ValueError("the push has not begun, is closed, or is that of the process that forked this one")
         return self._worker
 
     def _reason(self) -> WeightCacheError:

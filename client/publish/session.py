@@ -18,6 +18,7 @@ from typing import Any, overload
 
 from weightcached.client.control.changes import Changed, change
 from weightcached.client.control.group import Where
+from weightcached.client.options import checked_flags, checked_text, is_whole_number
 from weightcached.client.publish.group import GroupPush
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Value
@@ -30,6 +31,7 @@ from weightcached.protocol.messages import (
     BUCKETS_MAX,
     SHORT_TEXT_MAX,
 )
+from weightcached.protocol.text import shown
 
 BUCKET_NBYTES = 16 << 20
 BUCKET_COUNT = 3
@@ -54,7 +56,8 @@ class Publication:
         bucket_nbytes: int | None,
         bucket_count: int | None,
     ) -> None:
-        if len(trainer) > SHORT_TEXT_MAX:
+        checked_flags(partial=partial)
+        if len(checked_text("trainer", trainer)) > SHORT_TEXT_MAX:
             raise InvalidOption(
                 "the trainer's name is too long", expected=f"{SHORT_TEXT_MAX} characters", found=len(trainer)
             )
@@ -211,19 +214,20 @@ class Publication:
 
 def _checked_nbytes(nbytes: int | None) -> int:
     nbytes = BUCKET_NBYTES if nbytes is None else nbytes
-    if not BUCKET_MIN_NBYTES <= nbytes <= BUCKET_MAX_NBYTES or nbytes % BUCKET_MULTIPLE_NBYTES:
+    fits = is_whole_number(nbytes) and BUCKET_MIN_NBYTES <= nbytes <= BUCKET_MAX_NBYTES
+    if not fits or nbytes % BUCKET_MULTIPLE_NBYTES:
         raise InvalidOption(
             "no size for a bucket",
             expected=f"a multiple of {BUCKET_MULTIPLE_NBYTES} from {BUCKET_MIN_NBYTES} to {BUCKET_MAX_NBYTES} bytes",
-            found=nbytes,
+            found=shown(nbytes),
         )
     return nbytes
 
 
 def _checked_count(count: int | None) -> int:
     count = BUCKET_COUNT if count is None else count
-    if not 1 <= count <= BUCKETS_MAX:
-        raise InvalidOption("no number of buckets", expected=f"1 to {BUCKETS_MAX}", found=count)
+    if not (is_whole_number(count) and 1 <= count <= BUCKETS_MAX):
+        raise InvalidOption("no number of buckets", expected=f"1 to {BUCKETS_MAX}", found=shown(count))
     return count
 
 

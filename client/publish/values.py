@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
 from weightcached.protocol.dtypes import itemsize_bytes
-from weightcached.protocol.errors import PushMismatch
+from weightcached.protocol.errors import InvalidOption, PushMismatch
 from weightcached.protocol.push_messages import WantedTensor
 from weightcached.protocol.text import shown
 
@@ -26,6 +26,25 @@ Box = tuple[slice, ...]
 
 Whole = Union["torch.Tensor", "np.ndarray[Any, Any]"]
 Value = Whole | Callable[[Box], Whole]
+
+
+def named(tensors: Mapping[str, Value] | Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+    """As pairs, one by one as they are asked for. InvalidOption for what gives none, PushMismatch once it gives
+    something else.
+    """
+    pairs: object = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise InvalidOption("what is to be published are no tensors", expected=_PAIRS, found=type(tensors).__name__)
+    return map(_pair, pairs)
+
+
+_PAIRS = "a mapping from names to tensors, or pairs of a name and a tensor"
+
+
+def _pair(pair: object) -> tuple[str, Value]:
+    if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str):
+        return pair[0], pair[1]
+    raise PushMismatch("what is published has no name", expected=_PAIRS, found=type(pair).__name__)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:

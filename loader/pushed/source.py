@@ -24,7 +24,7 @@ from weightcached.loader.pushed.wanted import pushables
 from weightcached.loader.sources import Filled, planned
 from weightcached.protocol.assigned import is_assigned, resident_digest
 from weightcached.protocol.config import CacheConfig
-from weightcached.protocol.errors import CheckpointError, ProtocolError, UnsupportedModel
+from weightcached.protocol.errors import CheckpointError, ProtocolError, UnsupportedModel, UnusableValue
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
 from weightcached.protocol.memory import host
@@ -109,14 +109,18 @@ class PushedSource:
 
     def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         started_s = time.perf_counter()
-        received = self._trainer.receive(
-            self._prepared.placement,
-            segments,
-            self.buckets,
-            bucket_nbytes=self._push.bucket_nbytes,
-            base=self._base,
-            progress=progress,
-        )
+        try:
+            received = self._trainer.receive(
+                self._prepared.placement,
+                segments,
+                self.buckets,
+                bucket_nbytes=self._push.bucket_nbytes,
+                base=self._base,
+                progress=progress,
+            )
+        except UnusableValue as error:
+            error.next_step = "mend that tensor at the trainer, and push again: what is served has not changed"
+            raise
         rows = tuple(row_of(placed, received.executed) for placed in self._prepared.placement.placed)
         seconds = {"push": time.perf_counter() - started_s}
         version = self._trainer.assigned(resident_digest(rows), received)

@@ -27,7 +27,20 @@ def test_a_program_whose_name_is_no_text_still_has_one(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "words", [{"allow_uids": ["root"]}, {"allow_gids": [True]}, {"runtime_dir": "/run/\0"}, {"runtime_dir": "run"}]
+    "words",
+    [
+        {"allow_uids": ["root"]},
+        {"allow_gids": [True]},
+        {"runtime_dir": "/run/\0"},
+        {"runtime_dir": "run"},
+        {"runtime_dir": 3},
+        {"name": 3},
+        {"timeout_s": "3"},
+        {"wait_for_daemon_s": None},
+        {"heartbeat_s": "1"},
+        {"digest": 3},
+    ],
+    ids=str,
 )
 def test_what_could_never_be_meant_is_refused_at_once(words: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption):

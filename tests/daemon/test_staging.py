@@ -195,7 +195,7 @@ def test_a_second_trainer_is_refused(served: Daemon) -> None:
 def test_memory_is_admitted_with_the_buckets(served: Daemon) -> None:
     transaction = begin_push(served)
     with (
-        pytest.raises(InsufficientMemory),
+        pytest.raises(InsufficientMemory, match=r"beside 1 generation of .*next step: free memory .*generations"),
         push_begun(served, transaction, bucket_nbytes=1 << 30, bucket_count=63),
     ):
         pass

@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.daemons import Daemon
+from tests.support.forked import in_child
 from tests.support.groups import versions, waiting
 from tests.support.plain import tensors_of
 from tests.support.referenced import raw
+from tests.support.resources import memfd_mappings, open_fds
 from weightcached.client import attach
 from weightcached.client.control import rollback
 from weightcached.client.publish import publish, stage
@@ -217,6 +219,61 @@ def test_buckets_that_no_daemon_takes_are_refused_before_one_is_asked(
 ) -> None:
     with pytest.raises(InvalidOption, match=rf"bucket.*expected: .*found: {next(iter(options.values()))}"):
         stage(runtime_dir=runtime_dir, **options)
+
+
+def test_a_forked_child_has_nothing_of_the_push_which_goes_on_in_its_parent(
+    ranks: list[Daemon], model: Path, tmp_path: Path
+) -> None:
+    """As a data loader's, in the middle of it: no connection, no bucket, and a word for whoever pushes there."""
+    tensors = trained(model, 12.0)
+    first, *others = tensors
+    with stage(**where(ranks)) as publication:
+        publication.push(first, tensors[first])
+        connections = [
+            open_fds()[channel.connection.fileno()]
+            for push in publication._begun
+            for channel in (push._daemon, push._worker)
+            if channel is not None
+        ]
+        assert len(set(connections)) == 2 * len(ranks)
+        assert sum("weightcached:bucket" in line for line in memfd_mappings()) == BUCKETS["bucket_count"] * len(ranks)
+
+        def child() -> None:
+            assert not set(connections) & set(open_fds().values())
+            assert not any("weightcached:bucket" in line for line in memfd_mappings())
+            with pytest.raises(ValueError, match="forked"):
+                publication.push(others[0], tensors[others[0]])
+            publication.__exit__(None, None, None)
+            in_child(lambda: None)  # whose child closes nothing twice
+
+        in_child(child)
+        for name in others:
+            publication.push(name, tensors[name])
+        version = publication.commit()
+    require_served(ranks, tensors, version, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((3, torch.zeros(4)), "has no tensor 3"),
+        ((["model.norm.weight"], torch.zeros(4)), "has no tensor"),
+        (("model.norm.weight", 3, torch.zeros(4)), r"no box of .*found: 3"),
+        (("model.norm.weight", [slice(0, 1.5)], torch.zeros(4)), "no box of"),
+        (("model.norm.weight", [slice("a", None)], torch.zeros(4)), "no box of"),
+    ],
+    ids=["a number", "a list", "an element", "half an element", "text"],
+)
+def test_names_and_boxes_of_another_type_are_refused(ranks: list[Daemon], given: Any, said: str) -> None:
+    with stage(**where(ranks)) as publication, pytest.raises(PushMismatch, match=said):
+        publication.push(*given)
+
+
+def test_tensors_without_names_are_refused_and_nothing_changes(ranks: list[Daemon]) -> None:
+    before = versions(ranks)
+    with pytest.raises(PushMismatch, match=r"no name.*found: Tensor"):
+        publish([torch.zeros(4)], partial=True, **where(ranks))  # type: ignore[list-item]
+    assert (versions(ranks), waiting(ranks)) == (before, [])
 
 
 class Interrupted(BaseException):

@@ -19,7 +19,14 @@ from tests.support.workers import TIMEOUT_S
 from weightcached.client.publish.rank import RankPush
 from weightcached.loader.pushed.receiving import Deliverer, Delivery
 from weightcached.protocol.config import build_config
-from weightcached.protocol.errors import CheckpointError, ProtocolError, PushMismatch, StageLost, TransferError
+from weightcached.protocol.errors import (
+    CheckpointError,
+    ProtocolError,
+    PushMismatch,
+    StageLost,
+    TransferError,
+    UnusableValue,
+)
 from weightcached.protocol.push_messages import Bucket, Finish, Piece
 
 RANK: dict[str, Any] = {"layout": "fused", "tp_size": 2, "tp_rank": 1}
@@ -179,6 +186,25 @@ def test_what_is_quantized_is_pushed_whole(served: Path, trained: Path, tmp_path
     tensors = {**tensors_of(served), **{name: tensors_of(trained)[name] for name in names}}
     expected = load(written(tmp_path, served, tensors), **options)
     assert partial_push(served, trained, names, **options) == dict(expected.data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_cannot_be_quantized_is_the_trainers_to_mend(served: Path, value: float) -> None:
+    """And not the checkpoint's, where a load's would be."""
+    tensors = tensors_of(served)
+    tensors[KEY][-1, -1] = value
+    config = build_config(served, **RANK, quantization="fp8")
+
+    def push_all(push: Pushing) -> None:
+        push.push(tensors)
+        push.finish()
+
+    with (
+        loaded_base(served, config) as base,
+        pushing(served, config, base) as push,
+        pytest.raises(UnusableValue, match=f"{KEY}.*next step: mend that tensor at the trainer, and push again"),
+    ):
+        push_all(push)
 
 
 def test_nothing_pushed_is_everything_kept(served: Path, trained: Path) -> None:
