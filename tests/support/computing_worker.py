@@ -18,7 +18,7 @@ COMPUTING = (
 """The command `weightcached`, whose workers are this."""
 
 
-def _computing_on(_device: object) -> Any:
+def _computing_on(device: object) -> Any:
     from tests.support.host_pointers import HostPointers
 
     return HostPointers(), "the host's processors, over the same addresses"
