@@ -32,7 +32,7 @@ def probe(setting: Setting) -> str:
         raise Skipped("tests/gpu/probe.py is not in this checkout")
     environment = {
         **os.environ,
-        "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES),
+        "PROBE_NBYTES": str(-(-setting.nbytes(GIB) // PAGE_NBYTES) * PAGE_NBYTES),
         "PROBE_SPARE_NBYTES": str(setting.spare_nbytes),
     }
     ended = subprocess.run([sys.executable, "-P", str(PROBE)], capture_output=True, text=True, env=environment)
