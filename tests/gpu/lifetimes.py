@@ -38,7 +38,7 @@ def probe(setting: Setting) -> str:
     ended = subprocess.run([sys.executable, "-P", str(PROBE)], capture_output=True, text=True, env=environment)
     said = (ended.stdout + ended.stderr).strip().splitlines()
     require(ended.returncode == 0, f"the probe ended with {ended.returncode}: {' / '.join(said[-3:])}")
-    return said[-1]
+    return " / ".join(" ".join(line.split()) for line in said)
 
 
 def without_context(setting: Setting) -> str:
