@@ -107,7 +107,9 @@ class PushedSource:
             ),
         )
 
-    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(
+        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
+    ) -> Filled:
         started_s = time.perf_counter()
         try:
             received = self._trainer.receive(

@@ -189,6 +189,33 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
             assert engine.error()["code"] == "daemon_absent"
 
 
+@pytest.mark.parametrize(
+    ("memory", "word", "variables"),
+    [
+        ("cuda-vmm", "cuda:0", {}),  # the fastest comes first
+        ("cuda-ipc", "cuda", {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        ("cuda-vmm", "cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}),
+    ],
+)
+def test_a_daemon_is_told_its_gpu_by_its_own_table_and_an_engine_by_another(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, memory: str, word: str, variables: dict[str, Any]
+) -> None:
+    """Keeper, worker and holder take the same one, whatever its number, and so does an engine with other numbers."""
+    slow, fast = (FakeDevice(f"{letter * 8}-0000-4000-8000-000000000001", speed=1 + (letter == "b")) for letter in "ab")
+    fake_cuda.plug(slow, fast)
+    with gpu_daemon(
+        fake_cuda, model, runtime_dir, "--device", word, "--memory", memory, device=1, **variables
+    ) as served:
+        report = served.wait_until("ready")
+        assert [fake_cuda.used_nbytes(one.uuid) for one in (slow, fast)] == [0, report.resident_nbytes]
+        others = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        with gpu_engine(
+            fake_cuda, model, runtime_dir, device="cuda:1", memory=memory, mode="require", environment=others
+        ) as engine:
+            assert engine.answer()["source"] == "daemon"
+            assert engine.ask("differing") == []
+
+
 def test_daemon_and_engine_meet_on_a_mig_instance(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
     """It is a device like any other, under each of its spellings, and has the room that is its own."""
     whole, instance, full = FakeDevice(), FakeDevice(mig=True), FakeDevice(mig=True, nbytes=GRANULARITY // 2)

@@ -133,9 +133,10 @@ Result memory_new(size_t nbytes, int device, int legacy, char *path, int *fd) {
     int locked = state_lock();
     if (nbytes <= devices[device].nbytes && state_used(devices[device].uuid) <= devices[device].nbytes - nbytes) {
         *fd = open_alive(path, O_RDWR | O_CREAT | O_EXCL);
-        if (*fd >= 0 && !posix_fallocate(*fd, 0, (off_t)nbytes))
+        if (*fd >= 0 && !posix_fallocate(*fd, 0, (off_t)nbytes)) {
             result = SUCCESS;
-        else if (*fd >= 0) {
+            state_taken(devices[device].uuid);
+        } else if (*fd >= 0) {
             unlink(path);
             close(*fd);
         }
@@ -294,8 +295,10 @@ static Result cuDevicePrimaryCtxRetain(struct context **given, int device) {
         int locked = state_lock();
         if (state_used(devices[device].uuid) + CONTEXT_NBYTES <= devices[device].nbytes)
             fd = open_alive(path, O_RDWR | O_CREAT);
-        if (fd >= 0)
+        if (fd >= 0) {
             context->alive = mmap(NULL, 4096, PROT_NONE, MAP_SHARED, fd, 0);
+            state_taken(devices[device].uuid);
+        }
         state_unlock(locked);
         if (fd < 0)
             return OUT_OF_MEMORY;

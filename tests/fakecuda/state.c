@@ -276,3 +276,18 @@ size_t state_used(const unsigned char *uuid) {
     context_each(uuid, add_context, &sum);
     return sum.nbytes;
 }
+
+void state_taken(const unsigned char *uuid) {
+    char text[40], file[NAME_NBYTES], path[PATH_NBYTES], before[32] = "0";
+    size_t used = state_used(uuid);
+    hex_of(uuid, text);
+    snprintf(file, sizeof file, "peaks/%s", text);
+    text_of(file, before, sizeof before);
+    if (used <= strtoull(before, NULL, 10) || state_path(path, file))
+        return;
+    FILE *peak = fopen(path, "we");
+    if (!peak)
+        abort();
+    fprintf(peak, "%zu", used);
+    fclose(peak);
+}

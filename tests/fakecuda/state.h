@@ -46,6 +46,7 @@ int memory_parse(const char *file, struct memory *found);
 void memory_each(memory_visit *visit, void *with);
 void context_each(const unsigned char *uuid, context_visit *visit, void *with);
 size_t state_used(const unsigned char *uuid);
+void state_taken(const unsigned char *uuid); /* something was: keeps the most that there has been, in peaks/ */
 
 /* Whether the driver is to be worse than the real one, so that whoever checks it is seen to notice: the file `quirks`
  * has the word. `forgetful`: memory dies with the process that made it. `unprotected`: read-only is not. `hoarding`: no

@@ -32,13 +32,13 @@ def probe(setting: Setting) -> str:
         raise Skipped("tests/gpu/probe.py is not in this checkout")
     environment = {
         **os.environ,
-        "PROBE_NBYTES": str(-(-setting.nbytes(4 * GIB) // PAGE_NBYTES) * PAGE_NBYTES),
+        "PROBE_NBYTES": str(-(-setting.nbytes(GIB) // PAGE_NBYTES) * PAGE_NBYTES),
         "PROBE_SPARE_NBYTES": str(setting.spare_nbytes),
     }
     ended = subprocess.run([sys.executable, "-P", str(PROBE)], capture_output=True, text=True, env=environment)
     said = (ended.stdout + ended.stderr).strip().splitlines()
     require(ended.returncode == 0, f"the probe ended with {ended.returncode}: {' / '.join(said[-3:])}")
-    return said[-1]
+    return " / ".join(" ".join(line.split()) for line in said)
 
 
 def without_context(setting: Setting) -> str:

@@ -44,8 +44,7 @@ def outlives_its_keeper(setting: Setting) -> str:
     with running_daemon(setting, model, supervised=True) as served:
         report = served.report()
         require(report.memory == "cuda-vmm", f"memory kind {report.memory}, not cuda-vmm")
-        beyond = _settled(lambda: nvml.memory(setting.uuid).used_nbytes - before - report.resident_nbytes)
-        require(beyond <= setting.spare_nbytes, f"{beyond} bytes are used beyond the weights")
+        beyond = _used_beyond(setting, before, report)
         said = listing.without_context(setting, report.pid, who="the keeper")
         with attached(setting, model, served.place.runtime_dir) as weights:
             with Products(max(weights.values(), key=torch.Tensor.numel)) as products:
@@ -85,11 +84,9 @@ def vault_alone(setting: Setting) -> str:
         seen = len(served.log.lines)
         with _to_be_killed(first.pid) as kill, _stopped(served):
             kill()
-            others = _settled(lambda: len(processes.marked(mark) - {served.pid}))
+            others = _settled(lambda: len(processes.marked(mark) - {served.pid}), at_most=0)
             require(others == 0, f"{others} processes are left beside the vault")
-            beyond = _settled(lambda: nvml.memory(setting.uuid).used_nbytes - before - first.resident_nbytes)
-            require(beyond >= 0, f"{-beyond} of {first.resident_nbytes} bytes of weights are gone with the keeper")
-            require(beyond <= setting.spare_nbytes, f"{beyond} bytes are used beyond the weights")
+            beyond = _used_beyond(setting, before, first)
             came = {holder.pid for holder in nvml.holders(setting.uuid)} - {holder.pid for holder in listed}
             require(not came, f"processes that NVML lists and did not before: {came}")
         _same(served.wait_ready_again(seen), first)
@@ -144,6 +141,18 @@ def _seen_right(setting: Setting, served: Daemon) -> None:
         require(checking.returncode == 0, f"the engine's status is {checking.returncode}")
 
 
+def _used_beyond(setting: Setting, before: int, report: Report) -> int:
+    """Bytes of the device that are used beside the weights, more or less what a driver keeps for itself; AssertionError
+    where more is used, or less than the weights take.
+    """
+    beyond = _settled(
+        lambda: nvml.memory(setting.uuid).used_nbytes - before - report.resident_nbytes, at_most=setting.spare_nbytes
+    )
+    require(beyond >= -setting.spare_nbytes, f"{-beyond} of {report.resident_nbytes} bytes of the weights are gone")
+    require(beyond <= setting.spare_nbytes, f"{beyond} bytes are used beyond the weights")
+    return beyond
+
+
 def _same(again: Report, before: Report) -> None:
     require(again.generation == before.generation, "the restarted keeper serves another generation")
     require(again.bytes_read == 0, f"the restarted keeper read {again.bytes_read} bytes anew")
@@ -176,10 +185,12 @@ def _stopped(served: Daemon) -> Iterator[None]:
         served.process.send_signal(signal.SIGCONT)
 
 
-def _settled(measure: Callable[[], int]) -> int:
-    """``measure()`` when it is 0, or what it is after a while: a process that ended takes some time to be gone."""
+def _settled(measure: Callable[[], int], *, at_most: int) -> int:
+    """``measure()`` once it is ``at_most`` that, or what it is after a while: a process that ended takes some time to
+    be gone.
+    """
     until_s = time.monotonic() + SETTLES_S
-    while (found := measure()) != 0 and time.monotonic() < until_s:
+    while (found := measure()) > at_most and time.monotonic() < until_s:
         time.sleep(0.05)
     return found
 

@@ -75,3 +75,11 @@ def test_products_are_launched_ahead_and_what_a_device_refuses_is_refused(fake_c
         "a process made by fork cannot use CUDA again: use spawn",
         "cuda:0 cpu cpu",
     ], ended.stderr
+
+
+def test_a_process_that_cannot_take_torchs_tensors_fails_the_comparison_and_does_not_hang_it(fake_cuda):
+    """Without a stand-in the process that is started anew has no CUDA."""
+    program = "from tests.gpu.torch_ipc import seconds_to_share; seconds_to_share(2, sizes=[2])"
+    ended = run(fake_cuda, "-c", program)
+    assert "AssertionError: the process that torch shares with ended with 1" in ended.stderr
+    assert "CUDA" in ended.stderr

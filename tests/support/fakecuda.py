@@ -67,7 +67,7 @@ class FakeCuda:
     def __init__(self, libraries: Path, directory: Path, *devices: FakeDevice) -> None:
         self.libraries = libraries
         self.directory = directory
-        for name in ("memory", "contexts", "leaks"):
+        for name in ("memory", "contexts", "leaks", "peaks"):
             (directory / name).mkdir()
         self.devices: tuple[FakeDevice, ...] = ()
         self.plug(*devices or (FakeDevice(),))
@@ -129,6 +129,17 @@ class FakeCuda:
     def used_nbytes(self, device: str | None = None) -> int:
         """Of one device, or of all: memory alone, without contexts."""
         return sum(memory.nbytes for memory in self.memory() if device in (None, memory.uuid))
+
+    def peak_nbytes(self, device: str | None = None) -> int:
+        """The most that was taken at any time since this was last asked, contexts included; of one device, or the
+        fullest.
+        """
+        with self._locked():
+            found = {str(uuid.UUID(path.name)): path for path in (self.directory / "peaks").iterdir()}
+            peaks = [int(path.read_text()) for name, path in found.items() if device in (None, name)]
+            for path in found.values():
+                path.unlink()
+        return max(peaks, default=0)
 
     def contexts(self) -> list[int]:
         """The processes that have a context now."""
