@@ -52,6 +52,7 @@ def test_without_a_bug_the_same_run_breaks_nothing() -> None:
     assert set(outcome.figures.attaches) == {"daemon"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_fault_of_changes_strikes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once. Who is killed in a change is so at a step that takes its time: who comes too late strikes nothing."""
@@ -64,6 +65,26 @@ def test_every_fault_of_changes_strikes(monkeypatch: pytest.MonkeyPatch) -> None
     assert outcome.figures.faults == Counter(only), render(outcome)
     killing = Counter(kind.name() for kind in CHANGES if issubclass(kind, KilledInChange))
     assert outcome.figures.in_the_middle == killing, render(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_other_fault_strikes() -> None:
+    """Each once, at a place by itself; those that fill the digest cache's disk where it can have one of its own."""
+    others = [kind for kind in ALL_FAULTS if kind not in CHANGES]
+    words = [word for kind in others for word in ("--only", kind.name())]
+    words += ["--in-turn", "--faults", str(len(others)), "--seconds", "240", "--seed", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.chaos", *words, "--group", "two", "--no-hostile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    small_disk = "with a disk" in done.stdout
+    struck = {line.split()[1] for line in done.stdout.splitlines() if "checked in" in line}
+    assert struck == {kind.name() for kind in others if small_disk or not kind.needs_small_disk}, done.stdout
 
 
 def test_a_seed_decides_what_strikes_where() -> None:
