@@ -4,8 +4,10 @@ digested other than it was copied, shows in the bytes.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import sys
 import threading
 from contextlib import suppress
 
@@ -16,20 +18,24 @@ from tests.support import device_memory as memory
 from tests.support import expert_models
 from tests.support.checkpoints import RawTensor, make_checkpoint, raw_tensor, tiny_llama, write_checkpoint
 from tests.support.execution import segment_of
-from tests.support.fakecuda import CONTEXT_NBYTES, OUT_OF_MEMORY, UNKNOWN
+from tests.support.fakecuda import CONTEXT_NBYTES, GIVING_BACK, OUT_OF_MEMORY, UNKNOWN
 from tests.support.host_pointers import HostPointers
-from tests.support.resources import nothing_left_behind
-from weightcached.loader import device, pipeline
+from tests.support.resources import nothing_left_behind, quick_collections
+from weightcached.loader import computing, device, pipeline
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.computing import computing_on
 from weightcached.loader.device import ROOMS, DeviceSegments, Span
 from weightcached.loader.execute import execute
+from weightcached.loader.filling import to_be_filled
 from weightcached.loader.layout import Placed, Placement
 from weightcached.loader.planned import Copy, PlannedParameter
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, TruncatedFile, UnusableValue
-from weightcached.protocol.memory.cuda import devices
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory.cuda import devices, driver
+from weightcached.protocol.memory.cuda_ipc import CudaIpc
+from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
 
 def filled(placement, files, *, computing=None, **options):
@@ -269,6 +275,49 @@ def test_a_driver_that_fails_is_an_error_by_name_and_nothing_is_left(opened, cud
         with pytest.raises(error, match=word):
             execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=3)
         cuda_here.fake.fail()
+
+
+@pytest.mark.parametrize("kind", [CudaVmm, CudaIpc])
+def test_whichever_call_of_a_load_fails_is_told_and_nothing_is_left_but_what_is_not_taken_back(
+    tmp_path, cuda_here, monkeypatch, caplog, kind
+):
+    """One after the other, by its number in the load, which has one thread and has the device compute."""
+    monkeypatch.setattr(computing, "computing_on", lambda _: (HostPointers(), "a test's torch computes"))
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # what has lost its context has nobody to tell
+    directory = tiny_llama(tmp_path, num_hidden_layers=1)
+    config = build_config(directory, layout="fused", tp_size=1, tp_rank=0, quantization="fp8")
+    with open_checkpoint(directory) as checkpoint, quick_collections():
+        placement = pipeline.prepare(checkpoint, config).placement
+
+        def load() -> tuple[list[str], str]:
+            """Which calls were made, and what is said."""
+            cuda_here.reset()
+            driver.initialise.cache_clear()
+            caplog.clear()
+            before, on = len(cuda_here.fake.calls()), kind(cuda_here.fake.devices[0].uuid)
+            sizes, said = placement.segments_nbytes, ""
+            try:
+                with OwnedFds([on.allocate(sizes[0], name="test")]) as fds:
+                    with to_be_filled(list(fds), on, nbytes=sizes, computes=True) as target:
+                        execute(placement, checkpoint.files, target, slab_nbytes=4096, threads=1)
+                    del target
+            except DeviceFailed as error:
+                said = str(error)
+            made = cuda_here.fake.calls()[before:]
+            gc.collect()
+            return made, said + caplog.text
+
+        calls, said = load()
+        assert "failed" not in said
+        for number in range(len(calls)):
+            cuda_here.fake.fail(("*", number + 1, UNKNOWN))
+            made, said = load()
+            cuda_here.fake.fail()
+            assert f"{made[number]} failed" in said, (number, said)
+            # Without its context nothing is given back: that goes with the process.
+            kept = made[number] in {"cuCtxPushCurrent", *GIVING_BACK}
+            assert cuda_here.live() == "" or kept, (number, made[number])
+    cuda_here.reset()
 
 
 def test_a_device_that_is_lost_is_reported_once_and_every_thread_ends(opened, cuda_here, caplog):

@@ -28,6 +28,26 @@ DEVICE_NBYTES = 64 << 20
 
 OUT_OF_MEMORY, INVALID_VALUE, NOT_SUPPORTED, UNKNOWN = 2, 1, 801, 999
 
+GIVING_BACK = {
+    "cuCtxPopCurrent",
+    "cuDevicePrimaryCtxRelease",
+    "cuEventDestroy",
+    "cuIpcCloseMemHandle",
+    "cuMemAddressFree",
+    "cuMemFree",
+    "cuMemFreeHost",
+    "cuMemHostUnregister",
+    "cuMemRelease",
+    "cuMemUnmap",
+    "cuStreamDestroy",
+}
+
+
+def gives_back(calls: Sequence[str], number: int) -> bool:
+    """Whether that one of the calls is for giving something back, in its context: where it fails something is left."""
+    begun = calls[number] == "cuCtxPushCurrent" and number + 1 < len(calls)
+    return calls[number + begun] in GIVING_BACK
+
 
 def build(folder: Path) -> Path:
     """Both libraries in ``folder``, from warning-free C."""

@@ -73,6 +73,17 @@ def nothing_left_behind() -> Iterator[None]:
     assert after == before, f"before: {before}\nafter: {after}"
 
 
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Collecting garbage in the block takes no time: nothing that is there now is looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @dataclass(frozen=True)
 class MemfdMapping:
     """One mapping of a memfd into this process, as ``/proc/self/smaps`` has it. Addresses are ``[start, end)``."""
