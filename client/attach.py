@@ -36,6 +36,7 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.filesystems import checked_name
 from weightcached.protocol.hub import resolve
 from weightcached.protocol.memory.chosen import CPU, chosen
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.messages import CLIENT_TO_DAEMON, DAEMON_TO_CLIENT, Grant
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory, sockets_near
@@ -259,7 +260,7 @@ def _granted(
     except BaseException:
         if lease is not None:
             lease.close()  # a watcher that nobody can close would have the lease again and again
-        mapped.close()
+        give_up(mapped)
         raise
 
 

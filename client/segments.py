@@ -6,9 +6,10 @@ Nothing here touches torch's allocator, streams or graphs: memory that it did no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from weightcached.protocol.errors import TransferError, UnsupportedModel
+from weightcached.protocol.errors import DeviceFailed, TransferError, UnsupportedModel, WeightCacheError
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.chosen import CPU, GPU_PREFIX
 from weightcached.protocol.memory.kinds import SegmentMapping
@@ -45,6 +46,27 @@ def on_device(segment: SegmentMapping) -> DeviceMapping:
         expected="memory kind cuda-vmm",
         found=found,
     )
+
+
+def unmap(segments: Sequence[DeviceMapping]) -> None:
+    """All of them, or none: DeviceFailed where the driver refuses, which says so where that could not be helped."""
+    unmapped = []
+    try:
+        for segment in segments:
+            segment.unmap()
+            unmapped.append(segment)
+    except WeightCacheError as failure:
+        try:
+            for segment in unmapped:
+                segment.remap()
+        except WeightCacheError as error:
+            raise DeviceFailed(
+                "a segment cannot be unmapped, and those that were cannot be mapped again",
+                expected=failure.expected,
+                found=f"{failure.message}: {failure.found}; then {error.message}: {error.found}",
+                next_step="some weights are not mapped: unmap() or remap() tries again; else end this process",
+            ) from failure
+        raise
 
 
 def tensor_of(segment: SegmentMapping) -> torch.Tensor:

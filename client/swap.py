@@ -21,6 +21,7 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InvalidOption, SwapFailed, SwapRefused, WeightCacheError
 from weightcached.protocol.integrity import differing_among
 from weightcached.protocol.manifest import Manifest
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.memory.kinds import SegmentMapping, kind_of
 from weightcached.protocol.messages import Grant
 
@@ -171,7 +172,7 @@ def stage(weights: WeightSet, *, generation: str | None, version: str | None, ti
                 segment.populate()
             return Staged(weights, grant, mapped, changed=changed, seconds=time.perf_counter() - began_s)
         except BaseException:
-            mapped.close()
+            give_up(mapped)
             raise
     except BaseException:
         lease.keep_using()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +19,7 @@ from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.memory.kinds import MemoryKind, SegmentMapping, kind_of
 from weightcached.protocol.messages import Grant
 
@@ -35,9 +37,10 @@ class Mapped:
     segments: tuple[SegmentMapping, ...]
 
     def close(self) -> None:
-        """Unmap now. Only for failing paths, before any tensor was made."""
-        for segment in self.segments:
-            segment.close()
+        """Unmap now, each whatever the driver says to others. Only where no tensor was made yet."""
+        with ExitStack() as each:
+            for segment in self.segments:
+                each.callback(segment.close)
 
 
 def import_grant(
@@ -106,8 +109,7 @@ def _held_segments(
         require_alive(fds[holder], where=where)
         watch = HolderWatch(fds.take(holder), where=where, on_lost=on_lost)
     except BaseException:
-        for segment in segments:
-            segment.close()
+        give_up(*segments)
         raise
     for segment in segments:
         cast("IpcMapping", segment).keep(watch)
@@ -121,8 +123,7 @@ def map_segments(fds: Sequence[int], sizes: Sequence[int], kind: MemoryKind = ho
         for fd, nbytes in zip(fds, sizes, strict=True):
             segments.append(kind.map_private(fd, nbytes=nbytes))
     except BaseException:
-        for segment in segments:
-            segment.close()
+        give_up(*segments)
         raise
     return tuple(segments)
 

@@ -19,7 +19,7 @@ from weightcached.client.barrier import Barrier
 from weightcached.client.copies import copies
 from weightcached.client.following import Follower
 from weightcached.client.lease import Lease
-from weightcached.client.segments import on_device, on_host, tensor_of
+from weightcached.client.segments import on_device, on_host, tensor_of, unmap
 from weightcached.client.swap import Staged, stage
 from weightcached.protocol.errors import TransferError, UnsupportedModel
 from weightcached.protocol.integrity import differing_rows
@@ -204,10 +204,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         Tensors, and graphs that were captured with them, are valid again after :meth:`remap`; whoever uses them before
         loses its context. All work with them must have ended (``torch.cuda.synchronize()``). The memory stays, by this
         process's doing too. UnsupportedModel for weights in host memory, which has nothing to gain, and for memory kind
-        ``cuda-ipc``, which has no addresses without memory; ValueError after :meth:`close`.
+        ``cuda-ipc``, which has no addresses without memory; ValueError after :meth:`close`. DeviceFailed where the
+        driver refuses: the weights are mapped then, as they were, unless the error says that they are not. Trying again
+        is safe.
         """
-        for segment in map(on_device, self._open()):
-            segment.unmap()
+        unmap([on_device(segment) for segment in self._open()])
 
     def remap(self) -> None:
         """Wake: the same weights at the same addresses. Raises as :meth:`unmap`, and DeviceFailed where the driver
@@ -225,8 +226,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
         Raises GenerationGone where the daemon does not hold it, SwapRefused, naming what differs, for another layout,
         and for memory kind ``cuda-ipc``, whose addresses cannot show another; DaemonNotReady, also where a rank has
-        prepared it and reads whether it may serve it: ask again; DaemonUnreachable, TransferError; InvalidOption for
-        weights from disk; ValueError after :meth:`close`.
+        prepared it and reads whether it may serve it, or may know it by its content digest soon: ask again;
+        DaemonUnreachable, TransferError; InvalidOption for weights from disk; ValueError after :meth:`close`.
         """
         return stage(self, generation=generation, version=version, timeout_s=timeout_s)
 

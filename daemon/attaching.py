@@ -113,6 +113,15 @@ def switch_now(switch: Switch, record: Record) -> Generation | Refused:
                 next_step="ask again: the decision is being read",
             )
         )
+    if held is None and switch.version is not None and _may_be_known_soon(record):
+        return refusal(
+            DaemonNotReady(
+                "this rank computes the content digest of what it holds, which may be the version that is asked for",
+                expected=f"version {switch.version}",
+                found=_what_is_held(record),
+                next_step="ask again: the digest will be known, or said not to be",
+            )
+        )
     named = {"generation": switch.generation, "version": switch.version}
     return refusal(
         GenerationGone(
@@ -122,6 +131,11 @@ def switch_now(switch: Switch, record: Record) -> Generation | Refused:
             next_step="go on with the weights in use, or ask for what is served now",
         )
     )
+
+
+def _may_be_known_soon(record: Record) -> bool:
+    """Whether one of those that are granted is about to have another version than the one that stands in for it."""
+    return any(one.generation.digest is None and one.digesting.running for one in record.generations.granted)
 
 
 def _what_is_held(record: Record) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from weightcached.daemon.change_custody import ChangeCustody
@@ -36,6 +36,7 @@ from weightcached.protocol.errors import (
     GenerationGone,
     HolderDied,
     InternalError,
+    StageLost,
     UpdateConflict,
     WeightCacheError,
 )
@@ -58,13 +59,21 @@ class Changing:
     """Made by the keeper once something is served (:meth:`restore` says what was prepared), and ended by it."""
 
     def __init__(
-        self, record: Record, changes: ChangeCustody, publishing: Publishing, freeing: Freeing, making: Making
+        self,
+        record: Record,
+        changes: ChangeCustody,
+        publishing: Publishing,
+        freeing: Freeing,
+        making: Making,
+        give_up: Callable[[str], Awaitable[None]],
     ) -> None:
+        """``give_up`` a transaction: has the leader write down that it is aborted, where this is the leader."""
         self._record = record
         self._changes = changes
         self._publishing = publishing
         self._freeing = freeing
         self._making = making
+        self._give_up = give_up
         self._task: asyncio.Task[None] | None = None
         self._told_to_end: asyncio.Task[None] | None = None
         self._pushed: tuple[FromTrainer, asyncio.Future[Make]] | None = None
@@ -158,12 +167,20 @@ class Changing:
             raise InternalError("a change has ended without a trace")
         return self.info
 
+    async def decided(self, transaction: str) -> None:
+        """Returns once that change does not wait for a decision here, or waits no longer."""
+        while self.info is not None and (self.info.transaction, self.info.state) == (transaction, "prepared"):
+            await self._record.changes.wait()
+
     async def _run(self, asked: Prepare) -> None:
         try:
             await self._prepare(asked)
         except asyncio.CancelledError:
             self._ended("aborted")
             raise
+        except StageLost as error:
+            self._fail(error)
+            await self._give_up(asked.transaction)  # whoever began it is gone
         except WeightCacheError as error:
             self._fail(error)
         except Exception as error:
@@ -182,7 +199,7 @@ class Changing:
     async def _prepare(self, asked: Prepare) -> None:
         source, served = asked.source, self.require_serving()
         if isinstance(source, FromHeld):
-            waiting = self._held(asked, self._of_version(source.version))
+            waiting = self._held(asked, self._of_versions(source.versions))
         else:
             try:
                 made = await self._made(source, served)
@@ -194,12 +211,13 @@ class Changing:
         self._record.generations.prepared = waiting.generation
         self._ended("prepared", generation=waiting.generation)
 
-    def _of_version(self, version: str) -> Generation:
-        found = self._record.generations.of_version(version)
+    def _of_versions(self, versions: Sequence[str]) -> Generation:
+        """The generation that is held and has one of these."""
+        found = next(filter(None, map(self._record.generations.of_version, versions)), None)
         if found is None:
             raise GenerationGone(
                 "no generation of this version is held here",
-                expected=version,
+                expected=" or ".join(dict.fromkeys(versions)),
                 found=", ".join(one.generation.version for one in self._record.generations.granted),
                 next_step="update to its checkpoint instead",
             )

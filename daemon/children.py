@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from weightcached.protocol.errors import ContractError, WeightCacheError, error_from
+from weightcached.protocol.errors import ContractError, WeightCacheError, WorkerDied, error_from
 from weightcached.protocol.processes import python_command
 
 TAIL_LINES = 20
@@ -68,10 +68,11 @@ class Child:
             self.tail.append(text)
             log.info("child says", extra={"child": self.name, "child_pid": self.process.pid, "text": text})
 
-    async def answer(self, *, or_else: type[WeightCacheError] = ContractError) -> dict[str, Any]:
+    async def answer(self, *, or_else: type[WeightCacheError] | None = None) -> dict[str, Any]:
         """Wait for its end and parse the one line of JSON it printed.
 
-        Raises the error it reported, or ``or_else`` when what it printed is no answer.
+        Raises the error it reported, or ``or_else`` when what it printed is no answer: WorkerDied where it was killed,
+        ContractError else.
         """
         stream = self.process.stdout
         if stream is None:
@@ -83,7 +84,7 @@ class Child:
             if not isinstance(document, dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            raise or_else(
+            raise (or_else or (WorkerDied if code < 0 else ContractError))(
                 f"the {self.name} process ended without an answer",
                 expected="one line of JSON",
                 found=f"{describe_exit(code)}, {output[:200]!r}; last words: {self.last_words}",

@@ -227,9 +227,12 @@ class Connection:
         # The one it had stays leased until the new one is out: what is half sent must not cost the engine both.
         with self._record.leases.held(
             peer=self.peer, claimed_pid=self._lease.claimed_pid, name=self._lease.name, generation=answer.id
-        ):
+        ) as moved:
             with answer.export() as fds:
                 await self._send(answer.grant(nonce=self._record.nonce), [fds[n] for n in range(len(fds))])
+            if moved.generation != self._lease.generation:
+                self._record.events.lease("lease_opened", moved)
+                self._record.events.lease("lease_closed", self._lease)
             self._record.leases.move(self._lease, answer.id)
         self._record.attaches["switched"] += 1
         log.info("switched", extra=fields | {"to": answer.id, "version": answer.version})

@@ -65,7 +65,7 @@ async def compute(
     """Run the digest process on a directory or a hub id, to its end. Cancelled, it is killed.
 
     Raises CheckpointChanged when the files do not have the receipts that were expected, CheckpointError and its kin for
-    files that cannot be read, ContractError for a process that does not answer.
+    files that cannot be read, ContractError for a process that does not answer, WorkerDied for one that was killed.
     """
     arguments = ["--json", "--low-priority", *parent_arguments()]
     if expect_receipts is not None:

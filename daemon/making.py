@@ -23,7 +23,7 @@ from weightcached.daemon.text import binary_size
 from weightcached.daemon.verifying import verify
 from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.control import FromCheckpoint
-from weightcached.protocol.errors import DaemonNotReady, InsufficientMemory, ManagerUnreachable
+from weightcached.protocol.errors import InsufficientMemory, ManagerUnreachable, StageLost
 
 STAGE_TIMEOUT_S = 120.0
 """Within which a trainer whose change has begun has to begin to push."""
@@ -74,8 +74,11 @@ class Making:
             async with asyncio.timeout(STAGE_TIMEOUT_S):
                 making = await make
         except TimeoutError as error:
-            raise DaemonNotReady(
-                "the trainer has not begun to push in time", expected=f"within {STAGE_TIMEOUT_S:g} s"
+            raise StageLost(
+                "the trainer has not begun to push in time",
+                expected=f"within {STAGE_TIMEOUT_S:g} s",
+                found="a change that nobody pushes for",
+                next_step="push again",
             ) from error
         return self._by_change(await making())
 

@@ -151,7 +151,7 @@ class Changes:
         event, self._next = self._next, asyncio.Event()
         event.set()
 
-    async def wait(self, timeout_s: float) -> bool:
+    async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the next announcement; false when the time is over first."""
         try:
             async with asyncio.timeout(timeout_s):

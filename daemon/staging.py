@@ -1,7 +1,8 @@
-"""A trainer's connection: from its ``Stage`` until the change that it pushes for is prepared, or given up.
+"""A trainer's connection: from its ``Stage`` until the change that it pushes for is decided, or given up.
 
-Owns that the two end together: a trainer that goes away gives up its change here and nothing else, and one whose change
-fails is told why. Which change waits for a trainer is ``changing.py``'s to say, the worker is ``pushed.py``'s.
+Owns that the two end together: a trainer that goes away, or is silent for longer than it said it would take, gives up
+its change here and nothing else, and one whose change fails is told why. Which change waits for a trainer is
+``changing.py``'s to say, the worker is ``pushed.py``'s.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Waiting(Protocol):
         self, transaction: str, make: Callable[[], Awaitable[Generation]]
     ) -> Coroutine[Any, Any, ChangeInfo]: ...
 
+    def decided(self, transaction: str) -> Coroutine[Any, Any, None]: ...
+
 
 class Staging:
     """Of one keeper."""
@@ -57,8 +60,8 @@ class Staging:
         self._give_up = give_up
 
     async def attend(self, stage: Stage, channel: AsyncChannel, tell: Tell) -> None:
-        """Attend to the trainer behind ``channel``, until its change is prepared. Raises why it is not; what sending
-        raises; StageLost where the trainer was first to go.
+        """Attend to the trainer behind ``channel``, until its change is decided. Raises why it is not prepared; what
+        sending raises; StageLost where the trainer was first to go.
         """
         source = self._changing.expected_push(stage.transaction)
         attendance = _Attendance(self._request(stage, source), self._record, channel)
@@ -68,21 +71,25 @@ class Staging:
         try:
             await attendance.hand_over(preparing, tell)
             info = await preparing
-            await self._give_up_if_lost(stage, attendance, info)
-        except Exception:
-            attendance.lose("the conversation with the trainer has ended")
-            await self._give_up_if_lost(stage, attendance, await preparing)
-            raise
+            if info.state == "prepared":
+                await self._attend_decision(stage, attendance)
         finally:
             attendance.lose("the conversation with the trainer has ended")
             preparing.cancel()  # who waits for the change, not the change
             await attendance.end()
         attendance.require_prepared(info)
 
-    async def _give_up_if_lost(self, stage: Stage, attendance: _Attendance, info: ChangeInfo) -> None:
-        """Whoever began the change is gone, and ours cannot be committed."""
-        if attendance.was_lost and info.state == "failed":
-            await self._give_up(stage.transaction)
+    async def _attend_decision(self, stage: Stage, attendance: _Attendance) -> None:
+        """All is pushed and prepared. Where the trainer goes before anything is decided, nobody is left who would."""
+        deciding = asyncio.create_task(self._changing.decided(stage.transaction), name="wait for the decision")
+        try:
+            await _first(deciding, attendance.lost)
+            if not deciding.done():
+                log.info("lost", extra={"transaction": stage.transaction, "pushed_by": stage.name})
+                await self._give_up(stage.transaction)
+        finally:
+            deciding.cancel()
+            await asyncio.wait({deciding})
 
     def _request(self, stage: Stage, source: FromTrainer) -> PushRequest:
         published = self._record.published
@@ -106,9 +113,12 @@ class _Attendance:
         self._record = record
         self._channel = channel
         self._staged: asyncio.Future[tuple[Staged, OwnedFds]] = loop.create_future()
-        self._lost: asyncio.Future[str] = loop.create_future()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        """Why there is no trainer any more."""
         self._failure: WeightCacheError | None = None
         self._listening = asyncio.create_task(self._listen(), name="a trainer's end")
+        timeout_s = request.stage.timeout_s
+        self._silent = loop.call_later(timeout_s, self.lose, f"it has not come to an end in its {timeout_s:.0f} s")
 
     async def _listen(self) -> None:
         try:
@@ -122,13 +132,8 @@ class _Attendance:
 
     def lose(self, why: str) -> None:
         """There is no trainer any more."""
-        if not self._lost.done():
-            self._lost.set_result(why)
-
-    @property
-    def was_lost(self) -> bool:
-        """Whether the change was given up because the trainer is gone."""
-        return isinstance(self._failure, StageLost)
+        if not self.lost.done():
+            self.lost.set_result(why)
 
     async def make(self) -> Generation:
         """The weights, once all are pushed. Raises StageLost when the trainer is gone before."""
@@ -136,12 +141,12 @@ class _Attendance:
             load_pushed(self._request, self._record.progress, self._take), name="take what is pushed"
         )
         try:
-            await _first(loading, self._lost)
-            if self._lost.done() and not loading.done():
+            await _first(loading, self.lost)
+            if self.lost.done() and not loading.done():
                 raise StageLost(
                     "the trainer went away before all was pushed",
                     expected=f"a push by {self._request.stage.name}",
-                    found=self._lost.result(),
+                    found=self.lost.result(),
                     next_step="push again",
                 )
             return await loading
@@ -178,11 +183,16 @@ class _Attendance:
         if self._failure is not None:
             raise self._failure
         if info.state == "aborted":
-            raise UpdateConflict("the change was given up while it was pushed", found=f"transaction {info.transaction}")
+            raise UpdateConflict(
+                "the change was given up by another coordinator while it was pushed",
+                found=f"transaction {info.transaction}",
+                next_step="see what is served now, and push again",
+            )
         raise error_from({"code": info.error_code, "message": info.error or "the change failed"})
 
     async def end(self) -> None:
         """Nobody listens any more."""
+        self._silent.cancel()
         self._listening.cancel()
         await asyncio.wait({self._listening})
         if self._staged.done() and not self._staged.cancelled():

@@ -6,6 +6,7 @@ record.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TypeVar
 
 from weightcached.daemon.change_custody import ChangeCustody
@@ -23,6 +24,7 @@ from weightcached.daemon.record import Record
 from weightcached.daemon.staging import Staging
 from weightcached.protocol.control import Decide
 from weightcached.protocol.deadline import Deadline
+from weightcached.protocol.errors import DaemonDraining, UpdateConflict
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
 
@@ -42,7 +44,7 @@ class Updates:
         self._freeing = Freeing(record, custody)
         changes = ChangeCustody(custody)
         making = Making(record, changes, self._freeing, Finding(options, record.progress))
-        self.changing = Changing(record, changes, publishing, self._freeing, making)
+        self.changing = Changing(record, changes, publishing, self._freeing, making, self._give_up)
         leads = rank_info(options.place.name, options.parallel).is_leader
         self._following = None if leads else Following(options.place, self.changing, _ask)
         self.commands = Commands(record, custody, changes, self.changing, self._freeing, self._following)
@@ -62,7 +64,12 @@ class Updates:
         self.commands.follow()
 
     async def _give_up(self, transaction: str) -> None:
-        if self._following is None:
+        """Nobody is left who would decide about it. Nothing, where somebody has just done so, or the next keeper has
+        to: this one ends.
+        """
+        if self._following is not None:
+            return
+        with suppress(UpdateConflict, DaemonDraining):
             await self.commands.handle(Decide(transaction=transaction, commit=False))
 
     async def stop(self) -> None:

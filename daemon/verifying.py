@@ -30,7 +30,7 @@ async def verify(
     process is killed.
 
     Raises TransferError when one is not what was published, ConfigurationError for parameters of another form,
-    ContractError for a process that does not answer.
+    ContractError for a process that does not answer, WorkerDied for one that was killed.
     """
     with OwnedFds() as fds:
         fds.append(host.export(manifest))

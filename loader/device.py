@@ -28,6 +28,7 @@ from weightcached.protocol.errors import InsufficientMemory, WeightCacheError
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory
 from weightcached.protocol.memory.cuda.staging import Pinned
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.memory.on_device import address_of
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class _StagingRoom:
         try:
             self.pinned = _pinned(nbytes)
         except BaseException:
-            self.copied.close()
+            give_up(self.copied)
             raise
         self.memory = self.pinned.view()
         self.lent = False

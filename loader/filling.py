@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from weightcached.loader.destination import Target
-from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.memory.kinds import MemoryKind
 
 if TYPE_CHECKING:
     from weightcached.loader.bench import Computing
     from weightcached.protocol.memory.cuda.devices import Device
-    from weightcached.protocol.memory.cuda_ipc import IpcMapping
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def to_be_filled(
             held = []
             for segment, size in zip(segments, nbytes, strict=True):
                 held.append(kind.hold(segment, nbytes=size))
-                unwanted.callback(_given_back, held[-1])
+                unwanted.callback(give_up, held[-1])
             spans = [Span(one.address, one.resident_nbytes) for one in held]
             yield DeviceSegments(held[0].context, spans, computing=computing, memory=held)
             unwanted.pop_all()
@@ -59,14 +58,9 @@ def to_be_filled(
     with Context(kind.device) as context, ExitStack() as mapped:
         spans = []
         for segment, size in zip(segments, nbytes, strict=True):
-            mapping = mapped.enter_context(closing(kind.map_shared(segment, nbytes=size)))
+            mapping = mapped.enter_context(kind.map_shared(segment, nbytes=size))
             spans.append(Span(mapping.address, mapping.resident_nbytes))
         yield DeviceSegments(context, spans, computing=computing)
-
-
-def _given_back(held: IpcMapping) -> None:
-    with suppress(WeightCacheError):  # of a device that failed, what else fails now is not what matters
-        held.close()
 
 
 def _computing(device: Device) -> Computing | None:

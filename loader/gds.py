@@ -114,22 +114,18 @@ def probed(files: Mapping[str, int], context: Context) -> tuple[Gds | None, str]
 
 def _tried(gds: Gds, files: Mapping[str, int], context: Context) -> str | None:
     """What is wrong with how the first bytes of each file arrive on the device; None: nothing."""
-    with context.current(), DeviceMemory(_TRIED_NBYTES, device=context.device) as memory:
-        stream = Stream()
-        try:
-            for name, fd in files.items():
-                if not (wanted := os.pread(fd, _TRIED_NBYTES, 0)):
-                    continue
-                stream.zero(memory.address, _TRIED_NBYTES)
-                stream.synchronize()
-                got = gds.read(name, 0, memory.address, len(wanted))
-                found = memoryview(bytearray(len(wanted)))
-                stream.copy_out(address_of(found), memory.address, len(wanted))
-                stream.synchronize()
-                if got != len(wanted) or found != wanted:
-                    return f"of {name}, {got} of {len(wanted)} bytes came, and they are not the file's"
-        finally:
-            stream.close()
+    with context.current(), DeviceMemory(_TRIED_NBYTES, device=context.device) as memory, Stream() as stream:
+        for name, fd in files.items():
+            if not (wanted := os.pread(fd, _TRIED_NBYTES, 0)):
+                continue
+            stream.zero(memory.address, _TRIED_NBYTES)
+            stream.synchronize()
+            got = gds.read(name, 0, memory.address, len(wanted))
+            found = memoryview(bytearray(len(wanted)))
+            stream.copy_out(address_of(found), memory.address, len(wanted))
+            stream.synchronize()
+            if got != len(wanted) or found != wanted:
+                return f"of {name}, {got} of {len(wanted)} bytes came, and they are not the file's"
     return None
 
 

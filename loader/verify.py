@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 from weightcached.protocol.config import CacheConfig
@@ -48,7 +48,7 @@ def verify(manifest_fd: int, segment_fds: Sequence[int], *, beside_fd: int | Non
         segments = []
         for number, (fd, size) in enumerate(zip(segment_fds, nbytes, strict=True)):
             kind.verify(fd, nbytes=size, what=f"segment {number}")
-            segments.append(held.enter_context(closing(kind.map_readonly(fd, nbytes=size))).view())
+            segments.append(held.enter_context(kind.map_readonly(fd, nbytes=size)).view())
         differing = differing_rows(manifest, segments)
         segments.clear()  # no view may be left when they are unmapped
     return {

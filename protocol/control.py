@@ -55,7 +55,14 @@ class FromHeld(Message):
 
     kind: Literal["held"] = "held"
     version: ShortText
-    """Either of the two by which ranks compare (``transaction.Versions``)."""
+    receipts_version: ShortText | None = None
+    """The two by which ranks compare (``transaction.Versions``), either of which is enough: one rank may know the
+    content digest before another does."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those that are said."""
+        return tuple(word for word in (self.version, self.receipts_version) if word is not None)
 
 
 class FromTrainer(Message):
@@ -229,7 +236,8 @@ class ControlEvent(Message):
     generation: Hex32 | None = None
     version: ShortText | None = None
     drops: Annotated[tuple[ShortText, ...], Field(strict=False, max_length=16)] = ()
-    """Of ``published``: what an engine that switches has to drop (``kv_cache``, ``prefix_cache``, ``derived``)."""
+    """Of ``published``: what an engine that switches has to drop (``prefix_cache``, ``kv_cache``,
+    ``derived_tensors``)."""
     message: LongText = ""
     stage: ShortText | None = None
     bytes_done: Count = 0

@@ -229,7 +229,9 @@ class DeviceFailed(DeploymentError):
 
 
 class WorkerDied(DeploymentError):
-    """The worker process ended without reporting (killed, out of memory). Nothing it filled was published."""
+    """The worker process, or another that works for the daemon (verifies, digests), ended without
+    reporting (killed, out of memory). Nothing of it was published.
+    """
 
     code = "worker_died"
 

@@ -102,15 +102,16 @@ BUCKETS_MAX = GRANT_FDS_MAX - 1
 
 class Stage(Message):
     """A trainer will push the weights of a change that this daemon prepares (``control.FromTrainer``). The daemon says
-    :class:`Loading` until it can take them, then :class:`Staged`. The connection is held until the change is prepared:
-    its end before that gives up the change here, and :class:`Refused` on it says why the daemon did. Only root and the
-    daemon's own user may say it.
+    :class:`Loading` until it can take them, then :class:`Staged`. The connection is held until the change is decided:
+    its end before that gives the change up, and :class:`Refused` on it says why the daemon did. So does the end of
+    ``timeout_s``, after which nobody counts on the trainer. Only root and the daemon's own user may say it.
     """
 
     client_version: ShortText
     name: ShortText
     pid: Count
     transaction: Hex32
+    timeout_s: Annotated[float, Field(ge=0, le=WAIT_MAX_S, allow_inf_nan=False)]
     bucket_nbytes: Annotated[int, Field(ge=BUCKET_MIN_NBYTES, le=BUCKET_MAX_NBYTES, multiple_of=BUCKET_MULTIPLE_NBYTES)]
     bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
 

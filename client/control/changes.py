@@ -14,13 +14,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcached.client.control.coordinator import Coordinator, Told, held, nobody
-from weightcached.client.control.course import Course, Failure, begin, end
-from weightcached.client.control.group import Group, Where
-from weightcached.client.control.holding import version_held_by_all
-from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, FromHeld, Source
+from weightcached.client.control.coordinator import Coordinator, Step, Told, held, nobody, reports_of
+from weightcached.client.control.course import Course, Failure, Phase, begin, end
+from weightcached.client.control.group import Group, Member, Where
+from weightcached.client.control.holding import held_by_all
+from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
+    DaemonNotReady,
+    DaemonUnreachable,
     DecisionUnknown,
     InvalidOption,
     UpdateConflict,
@@ -62,9 +64,10 @@ async def update(
 ) -> Changed:
     """Have all ranks load ``model``, a directory or a hub id, beside what they serve, and then switch.
 
-    ``keep``: how many earlier generations stay for rollback. ``wait``: for another change that is under way, and until
-    every rank was seen to switch. ``force``: end another change that is open. ``align``: also where ranks serve
-    different versions now. Raises the error of the rank that could not; then nothing has changed anywhere.
+    ``keep``: how many earlier generations stay for rollback. ``wait``: for ranks that still load or do not answer yet,
+    for another change that is under way, and until every rank was seen to switch. ``force``: end another change that
+    is open. ``align``: also where ranks serve different versions now. Raises the error of the rank that could not; then
+    nothing has changed anywhere.
     """
     source = await asyncio.to_thread(_checkpoint, model)
     return await change(where, source, keep=keep, wait=wait, force=force, align=align, told=told)
@@ -89,10 +92,8 @@ async def rollback(
 
     Raises GenerationGone with who holds it and who does not.
     """
-    group = await where.group()
-    group.require_whole()
-    version = version_held_by_all(group, to)
-    return await change(where, FromHeld(version=version), wait=wait, force=force, align=align, told=told)
+    source = held_by_all(await _whole(where, wait=wait, told=told), to)
+    return await change(where, source, wait=wait, force=force, align=align, told=told)
 
 
 async def change(
@@ -112,23 +113,25 @@ async def change(
     started_s = time.monotonic()
     if keep is not None and not 0 <= keep <= KEEP_MAX:
         raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=keep)
-    group = await where.group()
-    group.require_whole()
-    await _end_others(where, group, wait=wait, force=force, told=told)
-    group = await where.group()
-    group.require_whole()
-    before = current_version(group)
-    transaction = secrets.token_hex(16)
-    coordinator = Coordinator(
-        group,
-        deadline=where.deadline,
-        allowed=where.allowed,
-        source=source,
-        keep=keep,
-        told=told,
-        begun=begun,
-    )
-    course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
+    group = await _whole(where, wait=wait, told=told)
+    while True:
+        await _end_others(where, group, wait=wait, force=force, told=told)
+        group = await where.group()
+        group.require_whole()
+        before = current_version(group)
+        transaction = secrets.token_hex(16)
+        coordinator = Coordinator(
+            group,
+            deadline=where.deadline,
+            allowed=where.allowed,
+            source=source,
+            keep=keep,
+            told=told,
+            begun=begun,
+        )
+        course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
+        if not (wait or force) or where.deadline.passed or not _was_late(course):
+            break
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
         raise _error(group, course.failure)
     if not course.outcome.is_commit:
@@ -140,6 +143,31 @@ async def change(
         away = await _not_serving(where, made)
     version = made.version if made is not None else current_version(await where.group())
     return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s, already=False)
+
+
+async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
+    """The group, every rank of it. ``wait`` for those that do not answer yet, and for those on the way to the weights
+    that they serve first: where the time is over, the course of the change says who.
+    """
+    while True:
+        waits = wait and where.deadline.remaining_s() > 2 * _PAUSE_S
+        coming: list[Member] = []
+        try:
+            group = await where.group()
+            group.require_whole()
+            coming = group.coming
+            if not (waits and coming):
+                return group
+        except (DaemonUnreachable, DaemonNotReady):
+            if not waits:
+                raise
+        told(Step(Phase.LOOK, None, await reports_of(coming, told, deadline=where.deadline, allowed=where.allowed)))
+        await asyncio.sleep(_PAUSE_S)  # nothing announces that a rank is ready
+
+
+def _was_late(course: Course) -> bool:
+    """Another was opened first, after we had found none: ours never was."""
+    return course.outcome is None and course.failure is not None and course.failure.code == UpdateConflict.code
 
 
 async def _not_serving(where: Where, versions: Versions) -> list[str]:
@@ -199,7 +227,7 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
     steps = {
         "update_conflict": f"wait for it; if whoever began it is gone, `weightcached update --resolve{named}` ends it",
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
-        "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; wait, or allow more time",
+        "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --wait, or allow more time",
     }
     try:
         return kind(

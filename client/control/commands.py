@@ -37,6 +37,7 @@ _EXIT_CODES = (
     "64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
 )
 _WORDS = {
+    Phase.LOOK: "looking at every rank",
     Phase.OPEN: "opening the change at rank 0",
     Phase.PREPARE: "preparing on every rank",
     Phase.COMMIT: "every rank is prepared: committing",
@@ -89,7 +90,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=f"to be prepared in (default: {TIMEOUT_S:.0f})"
     )
     parser.add_argument(
-        "--wait", action="store_true", help="wait for a change that is under way, and for ranks that are away"
+        "--wait",
+        action="store_true",
+        help="wait for ranks that still load or are away, and for a change that is under way",
     )
     parser.add_argument(
         "--resolve",

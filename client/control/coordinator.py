@@ -7,7 +7,7 @@ decision is made here. Whoever runs it may die at any point: what it has begun i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weightcached.client.control.course import (
@@ -228,19 +228,25 @@ class Coordinator:
     async def _show(self, course: Course) -> None:
         """How far those are who are waited for."""
         waiting = [self._group.members[one.rank] for one in asks(course)]
-        reports = await asyncio.gather(*(self._report(one) for one in waiting))
-        known = tuple((one.word, report) for one, report in zip(waiting, reports, strict=True) if report is not None)
-        self._told(Step(course.phase, course.transaction, known))
+        reports = await reports_of(waiting, self._told, deadline=self._deadline, allowed=self._allowed)
+        self._told(Step(course.phase, course.transaction, reports))
 
-    async def _report(self, member: Member) -> Report | None:
-        if member.place is None or self._told is nobody:
+
+async def reports_of(
+    members: Sequence[Member], told: Told, *, deadline: Deadline, allowed: AllowList
+) -> tuple[tuple[str, Report], ...]:
+    """How far those of ``members`` are that answer, by their word, for ``told``: nothing where nobody watches."""
+
+    async def report(member: Member) -> Report | None:
+        if member.place is None or told is nobody:
             return None
         try:
-            return await ask(
-                member.place, Status(), Report, deadline=self._deadline, patience_s=0, allowed=self._allowed
-            )
+            return await ask(member.place, Status(), Report, deadline=deadline, patience_s=0, allowed=allowed)
         except WeightCacheError:
             return None  # it is only shown; whether it answers is seen by what it is asked
+
+    reports = await asyncio.gather(*map(report, members))
+    return tuple((one.word, report) for one, report in zip(members, reports, strict=True) if report is not None)
 
 
 def held(info: GenerationInfo) -> Held:

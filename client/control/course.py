@@ -21,6 +21,7 @@ from enum import StrEnum
 from weightcached.protocol.transaction import Decision, Held, Outcome, same_on_all
 
 LEADER = 0
+_ABORTED = "another coordinator aborted this change; next step: see what is served now, and begin anew"
 
 
 class Verb(StrEnum):
@@ -262,8 +263,9 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
         if change.state == "committed":  # whoever resolved it saw every rank prepared
             return dataclasses.replace(course, phase=Phase.READ, may_commit=False, bases=(), begun=frozenset())
         if not change.waits:
-            code = "update_conflict" if change.state == "aborted" else change.code or "worker_died"
-            return _abort(course, Failure(code, change.why or f"the change is {change.state}", rank))
+            if change.state == "aborted":
+                return _abort(course, Failure("update_conflict", _ABORTED, rank))
+            return _abort(course, Failure(change.code or "worker_died", change.why or "the change failed", rank))
         begun.add(rank)
         prepared[rank] = change.held if change.state == "prepared" else None
     held = [one for one in prepared if one is not None]
@@ -297,7 +299,7 @@ def _decided(course: Course, answer: Answer) -> Course:
         return dataclasses.replace(course, phase=Phase.ABORT, may_commit=False)
     failure = course.failure
     if course.begins:
-        aborted = Failure("update_conflict", "another coordinator aborted this change", LEADER)
+        aborted = Failure("update_conflict", _ABORTED, LEADER)
         as_wanted = answer.outcome.is_commit or course.unchanged
         failure = None if as_wanted else (failure or aborted)
     return dataclasses.replace(course, phase=Phase.APPLY, outcome=answer.outcome, failure=failure, may_commit=False)

@@ -37,6 +37,8 @@ ANSWER_S = 15.0
 
 TIMEOUT_S = 3600.0
 """For a change, where nobody says otherwise."""
+_COMING = frozenset({"starting", "adopting", "loading"})
+"""States of a daemon that is on its way to the first weights that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,11 @@ class Group:
     def missing(self) -> list[str]:
         """The ranks that nobody answers for."""
         return [one.word for one in self.members if one.state is None]
+
+    @property
+    def coming(self) -> list[Member]:
+        """The ranks that serve nothing yet, and will unless their load fails."""
+        return [one for one, state in self.states() if state.current is None and state.state in _COMING]
 
     def require_whole(self) -> None:
         """Raises DaemonUnreachable or DaemonAbsent with the ranks that are missing."""

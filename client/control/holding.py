@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from weightcached.client.control.coordinator import held
 from weightcached.client.control.group import Group, Member, Where
-from weightcached.protocol.control import Drop, Pin, RankState
+from weightcached.protocol.control import Drop, FromHeld, Pin, RankState
 from weightcached.protocol.control_channel import ask
 from weightcached.protocol.errors import GenerationGone, WeightCacheError
 from weightcached.protocol.messages import GenerationInfo
 from weightcached.protocol.transaction import Versions
 
 
-def version_held_by_all(group: Group, to: str | None) -> str:
+def held_by_all(group: Group, to: str | None) -> FromHeld:
     """The version that is meant, as rank 0 knows it. Raises GenerationGone unless every rank can serve it."""
     states = group.states()
     leading = [one for one in states[0][1].generations if one.standing != "prepared"]
@@ -41,7 +41,7 @@ def version_held_by_all(group: Group, to: str | None) -> str:
             where=group.where,
             next_step="update to its checkpoint instead",
         )
-    return wanted.version
+    return FromHeld(version=wanted.version, receipts_version=wanted.receipts_version)
 
 
 def _is(one: GenerationInfo, other: GenerationInfo) -> bool:

@@ -141,11 +141,12 @@ class Listener:
 
     def _heard(self) -> Heard | None:
         parts = self._socket.recv_multipart(zmq.NOBLOCK)
-        if len(parts) != 2:
-            raise ProtocolError("not an event", expected="a topic and a frame", found=f"{len(parts)} parts")
-        event = decode_frame(CONTROL_EVENTS, parts[1])
-        if not isinstance(event, ControlEvent):
-            raise ProtocolError("not an event", found=type(event).__name__)
+        try:
+            event = self._event(parts)
+        except ProtocolError as error:
+            error.where = f"{error.where or 'what it told'} at {self._place.events_path}"
+            error.next_step = error.next_step or "see which program listens there, and use the daemon's release here"
+            raise
         if parts[0] == self._own_topic and event.kind == "snapshot":
             self._last = event.sequence
             return Heard(event)
@@ -156,6 +157,16 @@ class Listener:
         if missed:
             self._ask_snapshot()
         return Heard(event, missed)
+
+    def _event(self, parts: list[bytes]) -> ControlEvent:
+        if len(parts) != 2:
+            raise ProtocolError("not an event", expected="a topic and a frame", found=f"{len(parts)} parts")
+        event = decode_frame(CONTROL_EVENTS, parts[1])
+        if not isinstance(event, ControlEvent):
+            raise ProtocolError("not an event", found=type(event).__name__)
+        if event.place != str(self._place):
+            raise ProtocolError("an event of another place", expected=str(self._place), found=event.place)
+        return event
 
     async def __aexit__(self, *_: object) -> None:
         self._socket.disable_monitor()

@@ -71,10 +71,11 @@ def stage(
     """A push that is made piece by piece, in a ``with`` block that ends in ``commit()``. Left without, nothing changes.
 
     ``partial``: what is not pushed stays as it is served now. ``trainer``: who is said to have pushed. ``keep``: how
-    many earlier generations stay for rollback. ``wait`` for another change that is under way, or end one that is open
-    by ``force``. ``bucket_nbytes`` (a multiple of 4096, by default 16 MiB) and ``bucket_count`` (3): the memory that
-    every rank is pushed through. ``where``: ``runtime_dir``, ``name``, ``timeout_s`` (for all of it) and ``allowed``,
-    as for ``weightcached.client.control.update``. InvalidOption for what is none of these.
+    many earlier generations stay for rollback. ``wait`` for ranks that still load or do not answer yet and for another
+    change that is under way, or end one that is open by ``force``. ``bucket_nbytes`` (a multiple of 4096, by default
+    16 MiB) and ``bucket_count`` (3): the memory that every rank is pushed through. ``where``: ``runtime_dir``,
+    ``name``, ``timeout_s`` (for all of it) and ``allowed``, as for ``weightcached.client.control.update``.
+    InvalidOption for what is none of these.
 
     Entering raises DaemonAbsent, DaemonUnreachable and RanksDisagree about the group, UpdateConflict while another
     change is under way, InsufficientMemory, UnsupportedModel for a layout that an engine makes, and UntrustedClient for

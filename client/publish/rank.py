@@ -12,7 +12,7 @@ import math
 import os
 import socket
 from collections import deque
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TypeVar
 
 import xxhash
@@ -40,6 +40,7 @@ from weightcached.protocol.memory import host
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
+    WAIT_MAX_S,
     Loading,
     Message,
     Refused,
@@ -63,6 +64,8 @@ from weightcached.protocol.push_messages import (
     WantedTensor,
 )
 
+GIVING_UP_S = 2.0
+"""What a trainer whose time is over may take to say so by itself, before daemons give it up."""
 _REASON_TIMEOUT_S = 20.0
 """For the daemon to say why its worker is gone."""
 _Kind = TypeVar("_Kind", bound=Message)
@@ -121,6 +124,7 @@ class RankPush:
                 name=name,
                 pid=os.getpid(),
                 transaction=transaction,
+                timeout_s=min(deadline.remaining_s() + GIVING_UP_S, WAIT_MAX_S),
                 bucket_nbytes=bucket_nbytes,
                 bucket_count=bucket_count,
             )
@@ -154,7 +158,7 @@ class RankPush:
         for number in range(staged.bucket_count):
             fd = fds[1 + number]
             _check_bucket(fd, staged.bucket_nbytes, where)
-            mapping = self._held.enter_context(closing(host.map_shared(fd, nbytes=staged.bucket_nbytes)))
+            mapping = self._held.enter_context(host.map_shared(fd, nbytes=staged.bucket_nbytes))
             self._buckets.append(mapping.view())
         self._held.callback(self._buckets.clear)
         self._free.extend(range(staged.bucket_count))
@@ -232,7 +236,7 @@ class RankPush:
 
     def assign(self, version: str) -> None:
         """That is its version. The daemon has what it needs; the change is prepared when the control plane says so, and
-        until then this is to be kept open.
+        until it is decided this is to be kept open.
         """
         self._say(Assign(version=version))
 

@@ -24,6 +24,7 @@ from weightcached.loader.engines.state import PlacedTensor
 from weightcached.protocol.memory.cuda import driver
 from weightcached.protocol.memory.cuda.context import Stream
 from weightcached.protocol.memory.cuda.staging import Pinned
+from weightcached.protocol.memory.giving_up import ClosedAfterwards
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-class _Reading:
+class _Reading(ClosedAfterwards):
     """One thread's way back from the GPU, for digests. Its memory is taken when it is first needed."""
 
     def __init__(self, stream: Stream) -> None:
@@ -146,12 +147,7 @@ class _Reading:
             hasher.update(self._pinned.view()[:length])
         return hasher.digest()
 
-    def __enter__(self) -> _Reading:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._pinned is not None:
-            try:
+            with self._pinned:
                 self._stream.synchronize()
-            finally:
-                self._pinned.close()

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class EngineState:
         fds = descriptors(segment)
         if fds is not None:
             (fd,) = fds
-            with closing(host.map_shared(fd, nbytes=self.segment_nbytes)) as mapping:
+            with host.map_shared(fd, nbytes=self.segment_nbytes) as mapping:
                 self._fill(seconds, into=mapping.view())
                 with _timed(seconds, "copy"):
                     digests = _copied(self._places, mapping.view(), progress)

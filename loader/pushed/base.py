@@ -17,13 +17,14 @@ from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import PushMismatch
 from weightcached.protocol.manifest import Manifest, Row, contiguous_stride
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.giving_up import ClosedAfterwards
 from weightcached.protocol.memory.kinds import SegmentMapping, kind_of
 
 _PIECE_NBYTES = 8 << 20
 _NO_COPY_HERE = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
-class Base:
+class Base(ClosedAfterwards):
     """Until it is closed. ``segments`` are readable descriptors that outlive this; none where nothing is kept."""
 
     def __init__(self, manifest: Manifest, config: CacheConfig, segments: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -95,7 +95,7 @@ class Trainer:
         """
         destination = as_destination(segments, placement.segments_nbytes)
         with ExitStack() as held:
-            mappings = [held.enter_context(closing(host.map_readonly(fd, nbytes=bucket_nbytes))) for fd in buckets]
+            mappings = [held.enter_context(host.map_readonly(fd, nbytes=bucket_nbytes)) for fd in buckets]
             shared = _Buckets([mapping.view() for mapping in mappings])
             held.callback(shared.views.clear)
             held.enter_context(destination)

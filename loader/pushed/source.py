@@ -51,7 +51,7 @@ def open_push(job: Job, push: Push, config: CacheConfig, fds: OwnedFds) -> Itera
     with closing(socket.socket(fileno=fds.take(0))) as connection:
         prepared = _prepared(job, config)
         segments = [fds[position] for position in range(2, len(fds))]
-        with closing(Base(_manifest(fds[1]), config, segments)) as base:
+        with Base(_manifest(fds[1]), config, segments) as base:
             base.require_same_layout(prepared.placement, config, model_dir=job.model_dir)
             yield PushedSource(connection, prepared, base if push.partial else None, push)
 
@@ -107,7 +107,9 @@ class PushedSource:
             ),
         )
 
-    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+    def fill(
+        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
+    ) -> Filled:
         started_s = time.perf_counter()
         received = self._trainer.receive(
             self._prepared.placement,

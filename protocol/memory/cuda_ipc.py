@@ -16,14 +16,14 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from contextlib import suppress
 
-from weightcached.protocol.errors import SwapRefused, TransferError, UnsupportedModel, WeightCacheError
+from weightcached.protocol.errors import SwapRefused, TransferError, UnsupportedModel
 from weightcached.protocol.memory import host
 from weightcached.protocol.memory.cuda import devices
 from weightcached.protocol.memory.cuda.context import Context
 from weightcached.protocol.memory.cuda.legacy import HANDLE_NBYTES, DeviceMemory, OpenedMemory
 from weightcached.protocol.memory.cuda.owned import Owned
+from weightcached.protocol.memory.giving_up import give_up
 from weightcached.protocol.memory.on_device import DeviceBytes, OnDevice, as_array
 
 CARD_NBYTES = HANDLE_NBYTES
@@ -55,7 +55,7 @@ class CudaIpc(OnDevice):
             with context.current():
                 memory = DeviceMemory(self.resident_nbytes(nbytes), device=self.device)
         except BaseException:
-            context.close()
+            give_up(context)
             raise
         held = IpcMapping(context, memory, nbytes=nbytes)
         try:
@@ -63,8 +63,7 @@ class CudaIpc(OnDevice):
                 handle = memory.export()
             os.pwrite(fd, handle, 0)
         except BaseException:
-            with suppress(WeightCacheError):  # the first failure is what matters
-                held.close()
+            give_up(held)
             raise
         self._held[handle] = held
         return held
@@ -96,7 +95,7 @@ class CudaIpc(OnDevice):
             with context.current():
                 opened = OpenedMemory(handle, nbytes=self.resident_nbytes(nbytes))
         except BaseException:
-            context.close()
+            give_up(context)
             raise
         return IpcMapping(context, opened, nbytes=nbytes)
 
@@ -178,7 +177,5 @@ class IpcMapping(Owned):
 
 
 def _give_back(memory: Owned, context: Context) -> None:
-    try:
+    with context:
         memory.close()
-    finally:
-        context.close()

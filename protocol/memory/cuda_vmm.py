@@ -14,10 +14,15 @@ import fcntl
 import functools
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from weightcached.protocol.errors import DeviceFailed, SwapFailed, SwapRefused, TransferError, WeightCacheError
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory.admission import Room
 from weightcached.protocol.memory.cuda import driver, mappings, physical
 from weightcached.protocol.memory.cuda.context import Context
+from weightcached.protocol.memory.giving_up import ClosedAfterwards, give_up
 from weightcached.protocol.memory.on_device import DeviceBytes, OnDevice, as_array
 
 _SAID_OF_DESCRIPTORS = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE"})
@@ -28,14 +33,28 @@ class CudaVmm(OnDevice):
 
     dies_with_holder = False
 
+    def __init__(self, uuid: str) -> None:
+        super().__init__(uuid)
+        self._refused: list[physical.Allocation] = []
+
     @functools.cached_property
     def page_nbytes(self) -> int:
         return physical.granularity(self.device)
 
+    def admit(self, nbytes: int) -> Room:
+        """As ever, once what the driver would not take back was offered again."""
+        for allocation in tuple(self._refused):
+            with suppress(WeightCacheError):
+                allocation.close()
+                self._refused.remove(allocation)
+        return super().admit(nbytes)
+
     def allocate(self, nbytes: int, *, name: str) -> int:
         """New memory, taken at once; whatever was there before is still there. Device memory has no name."""
-        with physical.allocate(self.resident_nbytes(nbytes), device=self.device) as allocation:
-            return allocation.export()
+        with OwnedFds() as fds:
+            with self._for_a_moment(physical.allocate(self.resident_nbytes(nbytes), device=self.device)) as allocation:
+                fds.append(allocation.export())
+            return fds.take(0)
 
     def seal(self, fd: int) -> None:
         """Nothing to be done: see above."""
@@ -50,7 +69,7 @@ class CudaVmm(OnDevice):
         """
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise TransferError(f"{what} is not memory", expected=f"memory of GPU {self.uuid}", found="a socket")
-        with self._imported(fd, nbytes=nbytes, what=what) as allocation:
+        with self._for_a_moment(self._imported(fd, nbytes=nbytes, what=what)) as allocation:
             asked = f"the properties of {what}"
             found = driver.call("cuMemGetAllocationPropertiesFromHandle", allocation.handle, asked=asked)
         if found.location.id != self.device.ordinal:
@@ -71,13 +90,25 @@ class CudaVmm(OnDevice):
         """Map for the worker that fills the segment."""
         return self._mapped(fd, nbytes=nbytes, writable=True)
 
+    @contextmanager
+    def _for_a_moment(self, allocation: physical.Allocation) -> Iterator[physical.Allocation]:
+        """A handle that is released after the block. One that the driver refuses keeps the memory, whoever else lets go
+        of it: the error says so, and :meth:`admit` tries again.
+        """
+        try:
+            with allocation:
+                yield allocation
+        finally:
+            if not allocation.closed:
+                self._refused.append(allocation)
+
     def _mapped(self, fd: int, *, nbytes: int, writable: bool) -> DeviceMapping:
         granularity = self.page_nbytes
         allocation = self._imported(fd, nbytes=nbytes, what="a segment")
         try:
             return DeviceMapping(allocation, nbytes=nbytes, granularity=granularity, writable=writable)
         except BaseException as error:
-            allocation.close()
+            give_up(allocation)
             if isinstance(error, DeviceFailed):
                 raise _of_descriptor(error, f"a segment is not {nbytes} bytes of GPU {self.uuid}") from error
             raise
@@ -96,7 +127,7 @@ def kind_on(uuid: str) -> CudaVmm:
     return CudaVmm(uuid)
 
 
-class DeviceMapping:
+class DeviceMapping(ClosedAfterwards):
     """A segment in this process's device addresses, and the handle of its memory.
 
     :meth:`unmap` and :meth:`remap` (an engine's sleep and wake) leave the addresses as they are, so that tensors and
@@ -114,7 +145,7 @@ class DeviceMapping:
         try:
             self._addresses.map(allocation, writable=writable)
         except BaseException:
-            self._addresses.close()
+            give_up(self._addresses)
             raise
         self.address = self._addresses.address
 
@@ -187,12 +218,8 @@ class DeviceMapping:
 
     def settle(self) -> None:
         """Block until all work of this process's primary context on the device has ended. Raises what failed in it."""
-        context = Context(self.device)
-        try:
-            with context.current():
-                context.synchronize()
-        finally:
-            context.close()
+        with Context(self.device) as context, context.current():
+            context.synchronize()
 
     def view(self) -> DeviceBytes:
         """Its bytes, copied to the host piece by piece as they are asked for."""

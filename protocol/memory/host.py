@@ -21,6 +21,7 @@ import weakref
 
 from weightcached.protocol.errors import InsufficientMemory, SwapFailed, SwapRefused, TransferError
 from weightcached.protocol.memory.admission import admit as admit  # part of a kind, measured there
+from weightcached.protocol.memory.giving_up import ClosedAfterwards
 from weightcached.protocol.memory.private_pages import private_extents
 
 # Not in Python 3.11's modules: linux/memfd.h, linux/mman.h.
@@ -116,7 +117,7 @@ def verify(fd: int, *, nbytes: int, what: str, read_only: bool = False) -> None:
         raise TransferError(f"{what} came open for writing", expected="a read-only descriptor", found="read and write")
 
 
-class Mapping:
+class Mapping(ClosedAfterwards):
     """A mapped segment: ``address`` and ``nbytes``. Unmapped when closed, or when the last reference to it goes.
 
     Whoever hands out memory of it (a tensor, a view) keeps a reference, so that the memory outlives them all. Python's

@@ -8,6 +8,7 @@ whatever the segments are.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, Self
 
 from weightcached.protocol.memory import host
@@ -26,8 +27,10 @@ class SegmentBytes(Protocol):
     def __getitem__(self, piece: slice, /) -> memoryview: ...
 
 
-class SegmentMapping(Protocol):
-    """A segment in this process's address space. Unmapped when closed, or when the last reference to it goes."""
+class SegmentMapping(AbstractContextManager["SegmentMapping"], Protocol):
+    """A segment in this process's address space. Unmapped when closed, or when the last reference to it goes. A context
+    manager, as :class:`ClosedAfterwards`.
+    """
 
     nbytes: int
     """Of the segment; what is mapped may be rounded up."""

@@ -87,13 +87,9 @@ class DeviceBytes:
             raise ValueError("bytes of a device come in one piece")
         copied = memoryview(bytearray(max(stop - start, 0)))
         if copied:
-            with self._context.current():
-                stream = Stream()
-                try:
-                    stream.copy_out(address_of(copied), self._mapping.address + start, len(copied))
-                    stream.synchronize()
-                finally:
-                    stream.close()
+            with self._context.current(), Stream() as stream:
+                stream.copy_out(address_of(copied), self._mapping.address + start, len(copied))
+                stream.synchronize()
         return copied
 
 

@@ -34,7 +34,8 @@ To test a client, put a :class:`LyingDaemon` at the place's socket path and atta
   reader must refuse.
 - :func:`honest_grant` is a whole, valid grant of a few tensors: lie from there on, about one thing at a time.
 - Of the control plane: :func:`frame` and :func:`frame_lies` make its messages too, and ``LyingCommands``, of the module
-  ``testing.commands``, answers questions as it is told.
+  ``testing.commands``, answers questions as it is told; ``LyingEvents``, of ``testing.events``, tells listeners what a
+  script says.
 - A :class:`Gate` tells the test how far a script came (``Open``), and the script when to go on (``Stall``).
 """
 

@@ -1,6 +1,6 @@
 """An honest grant, whole and small, so that a scripted daemon can be honest up to any point.
 
-Owns :func:`honest_grant`: a sealed segment with a few tensors, its manifest, and the message that announces them, made
+Owns :func:`honest_grant`: sealed segments with a few tensors, their manifest, and the message that announces them, made
 with the same code as a real daemon's. For tests.
 """
 
@@ -48,11 +48,12 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class HonestGrant:
-    """A :class:`Grant` with what it announces. ``fds`` stay the grant's own: the manifest, then the segment."""
+    """A :class:`Grant` with what it announces. ``fds`` stay the grant's own: the manifest, then the segments."""
 
     message: Grant
     manifest: bytes
     segment: bytes
+    """The first, which is all unless more were asked for."""
     fds: tuple[int, ...]
 
     def step(self) -> Send:
@@ -77,13 +78,16 @@ def honest_grant(
     receipts: str | None = None,
     digest: str | None = None,
     aliases: Mapping[str, str] | None = None,
+    segment_count: int = 1,
 ) -> Iterator[HonestGrant]:
-    """Place ``tensors`` in one segment and grant it; the descriptors are closed when the block ends.
+    """Place ``tensors`` and grant them; the descriptors are closed when the block ends. They lie in one segment, or are
+    dealt over ``segment_count`` in turn.
 
     ``aliases`` are further names, each for one of ``tensors``. ``receipts`` and ``digest`` (64 hex digits, at least
     one) say which checkpoint it is; the version follows from them and ``config`` as a daemon's does.
     """
-    rows, segment = _placed(tensors, aliases or {})
+    rows, segments = _placed(tensors, aliases or {}, segment_count)
+    sizes = tuple(len(segment) for segment in segments)
     rankless = config.rankless_fingerprint
     meta = ManifestMeta(
         generation=secrets.token_hex(16),
@@ -92,9 +96,9 @@ def honest_grant(
         fingerprint=config.fingerprint,
         config=config.model_dump(),
         digest=digest,
-        segments_nbytes=(len(segment),),
-        bytes_read=len(segment),
-        bytes_kept=len(segment),
+        segments_nbytes=sizes,
+        bytes_read=sum(sizes),
+        bytes_kept=sum(sizes),
         seconds={"read": 0.0},
     )
     names = tuple(row.name for row in rows)
@@ -106,24 +110,28 @@ def honest_grant(
         nonce=secrets.token_hex(16),
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         manifest_nbytes=len(manifest),
-        segments=(SegmentInfo(memory="host", nbytes=len(segment)),),
-        resident_nbytes=len(segment) + len(manifest),
+        segments=tuple(SegmentInfo(memory="host", nbytes=nbytes) for nbytes in sizes),
+        resident_nbytes=sum(sizes) + len(manifest),
         accounting=AccountingCounts(expected=len(names), loaded=len(names), ignored=0, unexpected=0),
         digest=digest,
         provenance=Provenance(path="/nowhere", host="nowhere"),
     )
-    with OwnedFds([sealed_memory(manifest)]) as first, OwnedFds([sealed_memory(segment)]) as second:
-        yield HonestGrant(message, manifest, segment, (first[0], second[0]))
+    with OwnedFds(map(sealed_memory, (manifest, *segments))) as fds:
+        yield HonestGrant(message, manifest, segments[0], tuple(fds))
 
 
-def _placed(tensors: Mapping[str, TensorBytes], aliases: Mapping[str, str]) -> tuple[list[Row], bytes]:
-    rows, segment = [], bytearray()
-    for name, tensor in tensors.items():
+def _placed(
+    tensors: Mapping[str, TensorBytes], aliases: Mapping[str, str], segment_count: int
+) -> tuple[list[Row], list[bytes]]:
+    rows, segments = [], [bytearray() for _ in range(segment_count)]
+    for position, (name, tensor) in enumerate(tensors.items()):
+        number = position % segment_count
+        segment = segments[number]
         segment += bytes(align(len(segment)) - len(segment))
         rows.append(
             Row(
                 name=name,
-                segment=0,
+                segment=number,
                 offset=len(segment),
                 nbytes=len(tensor.data),
                 shape=tensor.shape,
@@ -135,7 +143,7 @@ def _placed(tensors: Mapping[str, TensorBytes], aliases: Mapping[str, str]) -> t
         segment += tensor.data
     by_name = {row.name: row for row in rows}
     rows += [replace(by_name[target], name=name, alias_of=target) for name, target in aliases.items()]
-    return rows, bytes(segment)
+    return rows, [bytes(segment) for segment in segments]
 
 
 def sealed_memory(data: bytes) -> int:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, FunctionType
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from tests.support.denied import MREMAP, Denied, deny
 from tests.support.forked import in_child
 from tests.support.resources import memfd_mappings, open_fds
-from tests.support.swaps import N, swap
+from tests.support.swaps import SEGMENTS, N, swap
 from weightcached.client import Barrier, WeightSet
+from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     BarrierError,
     DaemonUnreachable,
@@ -118,40 +119,58 @@ def test_one_barrier_serves_several_weight_sets(swappable: WeightSet) -> None:
     assert (swappable["square"] == 2).all()
 
 
+Said = tuple[str, str, frozenset[float]]
+"""A generation, its version, and the numbers that were read there."""
+
+
 def test_every_read_of_many_threads_belongs_to_exactly_one_generation(
     swappable: WeightSet, grants: list[HonestGrant]
 ) -> None:
-    square, array, over = swappable["square"], swappable.numpy("square"), threading.Event()
-    barrier = swappable.barrier
+    """The one that the weight set says it has, in both segments, by every name and as every dtype. Readers whose reads
+    lie in two blocks are there to show that the others would be found out: they meet a mixture sooner or later.
+    """
+    barrier, over, mixed = swappable.barrier, threading.Event(), threading.Event()
+    whole = {
+        (grant.message.generation, grant.message.version, frozenset({float(value)}))
+        for value, grant in enumerate(grants, 1)
+    }
+    arrays = {name: swappable.numpy(name) for name in ("square", "codes")}
 
-    def read(product: Callable[[], float]) -> set[float]:
-        found = set()
+    def numbers(names: Iterable[str]) -> Iterator[float]:
+        """All that these are, by tensor and by array, and in a product that takes its time."""
+        for name in names:
+            yield from swappable[name].unique().tolist()
+            if name in arrays:
+                yield from np.unique(arrays[name]).tolist()
+            if name == "square":
+                yield from (((swappable[name] @ swappable[name]).unique() / N) ** 0.5).tolist()
+
+    def read(*blocks: Iterable[str]) -> set[Said]:
+        said = set()
         while not over.is_set():
-            with barrier.reading():
-                found.add(product())
-        return found
-
-    def by_torch() -> float:
-        product = square @ square
-        low, high = product.aminmax()
-        assert low == high, "a torn product"
-        return float(low)
-
-    def by_numpy() -> float:
-        product = array @ array
-        assert product.min() == product.max(), "a torn product"
-        return float(product[0, 0])
+            generation, version, found = "", "", set()
+            for names in blocks:
+                with barrier.reading():
+                    generation, version = swappable.generation, swappable.version
+                    found |= {*numbers(names)}
+            said.add((generation, version, frozenset(found)))
+            if not said <= whole:
+                mixed.set()
+        return said
 
     with ThreadPoolExecutor(6) as threads:
-        readers = [threads.submit(read, product) for product in (by_torch, by_numpy) * 3]
+        readers = [threads.submit(read, [*SEGMENTS[0], *SEGMENTS[1]]) for _ in range(4)]
+        apart = [threads.submit(read, *SEGMENTS) for _ in range(2)]
+        deadline = Deadline.after(60)
         try:
-            for number in itertools.islice(itertools.cycle((1, 2, 0)), 60):
+            for count, number in enumerate(itertools.cycle((1, 2, 0))):
                 swap(swappable, generation=grants[number].message.generation)
+                if count >= 300 and (mixed.is_set() or deadline.passed):
+                    break
         finally:
             over.set()
-        found = set().union(*(reader.result(60) for reader in readers))
-    assert found <= {N * float(value * value) for value in (1, 2, 3)}
-    assert len(found) > 1
+        assert set().union(*(reader.result(60) for reader in readers)) == whole
+        assert not set().union(*(reader.result(60) for reader in apart)) <= whole
 
 
 def test_a_thousand_swaps_leave_nothing_behind(swappable: WeightSet, grants: list[HonestGrant]) -> None:
@@ -246,17 +265,19 @@ def test_a_forked_child_keeps_what_was_mapped_and_cannot_stage(swappable: Weight
 
 
 @pytest.mark.skipif(MREMAP is None, reason="the number of mremap on this machine is not known to the tests")
+@pytest.mark.parametrize("number", range(len(SEGMENTS)))
 def test_a_swap_that_the_kernel_refuses_leaves_the_generation_in_use(
-    swappable: WeightSet, grants: list[HonestGrant]
+    swappable: WeightSet, grants: list[HonestGrant], number: int
 ) -> None:
+    """Where it is the second segment's, the first is taken back."""
     with swappable.stage() as staged:
 
         def child() -> None:
             assert staged._mapped is not None
-            deny(Denied(MREMAP or 0, 0, staged._mapped.segments[0].address))
+            deny(Denied(MREMAP or 0, 0, staged._mapped.segments[number].address))
             with swappable.barrier.stopped() as stopped, pytest.raises(SwapFailed, match="are what they were"):
                 staged.swap(stopped)
-            assert (swappable["square"] == 1).all()
+            assert all((tensor == 1).all() for tensor in swappable.values())
             assert swappable.generation == grants[0].message.generation
             swappable.verify()
 

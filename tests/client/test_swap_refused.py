@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.swaps import TIED, N, swap, tensors
+from tests.support.swaps import SEGMENTS, TIED, N, swap, tensors
 from weightcached.client import WeightSet
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import (
@@ -47,7 +47,7 @@ def test_another_layout_is_refused_naming_what_differs(
         "more": TensorBytes("uint8", (1,), b"1"),
     }
     del odd["codes"]
-    with honest_grant(odd, config=config, receipts="2" * 64, aliases=TIED) as other:
+    with honest_grant(odd, config=config, receipts="2" * 64, aliases=TIED, segment_count=len(SEGMENTS)) as other:
         script: list[Step] = [Receive(), grants[0].step(), AnswerSwitches([grants[0]], current=other)]
         with LyingDaemon(place.socket_path, script), attached() as weights:
             with pytest.raises(SwapRefused) as raised:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import raw_tensor, tiny_config, tiny_llama, tiny_shapes, write_safetensors
 from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import TIMEOUT_S, Daemon, daemon, supervised_daemon
+from tests.support.eventually import eventually
 from tests.support.resources import memfd_mappings
 from weightcached.client import Follower, Published, Swapped, WeightSet, attach
 from weightcached.client.control import update
@@ -108,6 +109,7 @@ def test_what_was_published_before_anybody_followed_is_asked_for(served: Daemon,
 
 
 def test_a_generation_that_nobody_ever_held_is_gone(served: Daemon) -> None:
+    eventually(lambda: served.report().digest is not None)  # before, it could be what is held
     with attached(served) as weights:
         with pytest.raises(GenerationGone):
             weights.stage(version="digest:" + "0" * 64)

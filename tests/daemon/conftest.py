@@ -18,6 +18,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return settled(tiny_llama(tmp_path_factory.mktemp("model")))
 
 
+@pytest.fixture(scope="session")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of some pages of the device: none of its parameters fills one, and all together take several."""
+    return tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=256, vocab_size=2048, intermediate_size=1024)
+
+
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
     """A directory for sockets, not made yet. (pytest's own paths are too long for a socket.)"""

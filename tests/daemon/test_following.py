@@ -283,7 +283,12 @@ def test_however_long_the_decision_is_not_known_nothing_is_done(outcome: Outcome
     )
     publishing: Any = SimpleNamespace(switch=lambda id_: acted.append((f"served {id_}", readings)))
     freeing: Any = SimpleNamespace(drop=drop, wake=lambda: None)
-    changing = Changing(record, changes, publishing, freeing, SimpleNamespace())  # type: ignore[arg-type]
+    making: Any = SimpleNamespace()
+
+    async def nobody_gives_up(_: str) -> None:
+        raise AssertionError
+
+    changing = Changing(record, changes, publishing, freeing, making, nobody_gives_up)
     changing.restore()
 
     async def read(_place: Place, request: Message, _answer: Any, *, deadline: Any) -> Any:

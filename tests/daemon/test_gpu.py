@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.checkpoints import tiny_llama
 from tests.support.daemons import REAL, Daemon, start
+from tests.support.eventually import eventually
 from tests.support.fakecuda import GRANULARITY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, CudaHere, FakeCuda, FakeDevice
 from tests.support.gpu_daemons import digests_from_disk, gpu_daemon, place_of
 from tests.support.gpu_engine import gpu_engine
@@ -135,13 +136,32 @@ def test_tensors_outlive_their_set_and_then_nothing_is_left(
     assert fake_cuda.leaks() == {}
 
 
-def test_what_an_engine_writes_to_is_a_copy(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
+def test_what_an_engine_writes_to_is_a_copy_and_a_store_to_the_weights_ends_it_alone(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    """Copies and buffers are the engine's own, everything that it has mapped is read-only, and others read on."""
+    expected = digests_from_disk(model)
     with gpu_daemon(fake_cuda, model, runtime_dir) as served:
         served.wait_until("ready")
-        with gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine:
+        with (
+            gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as other,
+            gpu_engine(fake_cuda, model, runtime_dir, device="cuda") as engine,
+        ):
+            other.answer()
             names = engine.answer()["names"]
             assert engine.ask("copies_written_to") == 2 * names
-            assert engine.ask("digests") == digests_from_disk(model)
+            shared, own = engine.ask("bind_with_buffers")
+            assert (shared + own, own > 1) == (names, True)
+            assert engine.ask("digests") == expected
+            maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
+            seen = {line.split()[1] for line in maps if f"{fake_cuda.directory}/memory/" in line}
+            assert seen == {"---s", "r--s"}  # handles, and what is mapped
+            with pytest.raises(AssertionError, match=f"ended with -{signal.SIGSEGV:d}"):
+                engine.ask("write")
+            assert other.ask("digests") == expected
+            assert other.ask("differing") == []
+            eventually(lambda: served.report().lease_count == 1)
+    assert fake_cuda.used_nbytes() == 0
 
 
 def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
@@ -167,6 +187,33 @@ def test_daemon_and_engine_meet_by_uuid_whatever_their_tables_say(
                 assert engine.ask("differing") == []
         with gpu_engine(fake_cuda, model, runtime_dir, device="cuda:0", mode="require") as engine:
             assert engine.error()["code"] == "daemon_absent"
+
+
+@pytest.mark.parametrize(
+    ("memory", "word", "variables"),
+    [
+        ("cuda-vmm", "cuda:0", {}),  # the fastest comes first
+        ("cuda-ipc", "cuda", {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        ("cuda-vmm", "cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}),
+    ],
+)
+def test_a_daemon_is_told_its_gpu_by_its_own_table_and_an_engine_by_another(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, memory: str, word: str, variables: dict[str, Any]
+) -> None:
+    """Keeper, worker and holder take the same one, whatever its number, and so does an engine with other numbers."""
+    slow, fast = (FakeDevice(f"{letter * 8}-0000-4000-8000-000000000001", speed=1 + (letter == "b")) for letter in "ab")
+    fake_cuda.plug(slow, fast)
+    with gpu_daemon(
+        fake_cuda, model, runtime_dir, "--device", word, "--memory", memory, device=1, **variables
+    ) as served:
+        report = served.wait_until("ready")
+        assert [fake_cuda.used_nbytes(one.uuid) for one in (slow, fast)] == [0, report.resident_nbytes]
+        others = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        with gpu_engine(
+            fake_cuda, model, runtime_dir, device="cuda:1", memory=memory, mode="require", environment=others
+        ) as engine:
+            assert engine.answer()["source"] == "daemon"
+            assert engine.ask("differing") == []
 
 
 def test_daemon_and_engine_meet_on_a_mig_instance(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
@@ -486,12 +533,6 @@ def test_a_gpu_that_is_not_there_is_said_at_the_start(fake_cuda: FakeCuda, model
     assert served.process.wait(60) == 1
     served.log.join()
     assert "does not see the device" in served.log.lines[-1]
-
-
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of some pages of the device: none of its parameters fills one, and all together take several."""
-    return tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=256, vocab_size=2048, intermediate_size=1024)
 
 
 def test_a_shard_in_several_segments_is_served_verified_adopted_and_resumed(

@@ -111,13 +111,27 @@ def test_a_driver_that_fails_during_an_update_costs_nothing_that_is_served(
                 "cuMemcpyHtoDAsync",
                 "cuMemcpyDtoHAsync",
             ):
-                fake_cuda.fail((call, "*", UNKNOWN))
-                with pytest.raises(DeviceFailed, match=f"not changed on rank tp0of1: {call} failed"):
+                if call.startswith("cuMemcpy"):  # the process ends with that
+                    fake_cuda.lose(call)
+                else:
+                    fake_cuda.fail((call, "*", UNKNOWN))
+                with pytest.raises(DeviceFailed, match=f"not changed on rank tp0of1: {call} failed") as raised:
                     update(other, runtime_dir=runtime_dir)
+                assert fake_cuda.devices[0].uuid in str(raised.value)
+                fake_cuda.found()
+                fake_cuda.fail()
                 assert (served.report().generation, served.report().state) == (first.generation, "ready")
                 assert fake_cuda.used_nbytes() == first.resident_nbytes
+            fake_cuda.fail(("cuMemRelease", "*", UNKNOWN))
+            with pytest.raises(DeviceFailed, match="not changed on rank tp0of1: cuMemRelease failed"):
+                update(other, runtime_dir=runtime_dir)
+            change = Changer(served).state().change
+            assert change is not None
+            assert "cuMemRelease failed" in str(change.error)
+            assert fake_cuda.used_nbytes() == 2 * first.resident_nbytes  # until it is taken back, it is held for nobody
             fake_cuda.fail()
             update(other, runtime_dir=runtime_dir)
+            assert fake_cuda.used_nbytes() == 2 * first.resident_nbytes
             assert engine.ask("digests") == wanted
             engine.ask("swap")
             assert engine.ask("digests") == digests_from_disk(other)

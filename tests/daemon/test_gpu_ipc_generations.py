@@ -124,7 +124,7 @@ def test_a_pushed_generation_has_a_holder(served: Daemon, fake_cuda: FakeCuda, m
         push_all(push, trained)
         finish(push)
         assert await_change(served, transaction).state == "prepared"
-    decide(served, transaction, commit=True)
+        decide(served, transaction, commit=True)
     [pushed] = holders(fake_cuda) - serving
     with gpu_engine(fake_cuda, model, runtime_dir, **IPC_ENGINE, want="current") as engine:
         engine.answer()

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import tiny_llama
-from tests.support.daemons import TIMEOUT_S, Daemon, daemon, scripted_daemon, supervised_daemon
+from tests.support.daemons import TIMEOUT_S, Daemon, daemon, scripted_daemon, start, supervised_daemon
 from tests.support.plain import tensors_of
 from tests.support.resources import open_fds
 from tests.support.staging import (
@@ -85,9 +85,9 @@ def test_what_was_pushed_is_served_once_it_is_committed(served: Daemon) -> None:
         push_all(push, tensors)
         version = finish(push)
         info = await_change(served, transaction)
-    assert (info.state, info.generation) == ("prepared", push.staged.generation), info
-    assert describe(served).current == before.current
-    assert decide(served, transaction, commit=True).version == version
+        assert (info.state, info.generation) == ("prepared", push.staged.generation), info
+        assert describe(served).current == before.current
+        assert decide(served, transaction, commit=True).version == version
     after = describe(served)
     assert after.current == push.staged.generation
     found = after.generation(after.current)
@@ -120,6 +120,29 @@ def test_a_trainer_that_dies_gives_up_its_stage_and_nothing_else(served: Daemon)
     assert (report.model, report.last_error) == (str(served.model_dir), None)
     with push_begun(served, begin_push(served)) as push:
         push_and_finish(push, trained(served))
+
+
+def test_a_change_that_no_trainer_begins_to_push_for_is_given_up(tmp_path: Path) -> None:
+    """As by one that is stopped before: the next need not wait for it."""
+    program = (
+        "import sys, weightcached.daemon.making as making; making.STAGE_TIMEOUT_S = 1.0\n"
+        "from weightcached.daemon.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    model = tiny_llama(tmp_path / "model", **SHAPE)
+    served = start(model, tmp_path / "run", command=(sys.executable, "-c", program))
+    try:
+        served.wait_until("ready")
+        transaction = begin_push(served)
+        served.wait_logged("change decided", transaction=transaction, outcome="aborted")
+        state = describe(served)
+        assert state.change is not None
+        assert (state.open, state.change.error_code) == (None, "stage_lost")
+        with pytest.raises(UpdateConflict, match="no change waits"), push_begun(served, transaction):
+            pass
+        with push_begun(served, begin_push(served)) as push:
+            push_and_finish(push, trained(served))
+    finally:
+        served.stop()
 
 
 def test_a_worker_that_dies_is_told_to_its_trainer(served: Daemon) -> None:
@@ -188,7 +211,7 @@ def test_a_partial_push_is_on_top_of_what_is_served(served: Daemon) -> None:
             push_all(push, {name: tensors[name]})
             version = finish(push)
             await_change(served, transaction)
-        decide(served, transaction, commit=True)
+            decide(served, transaction, commit=True)
         expected[name] = tensors[name]
         with attach(served.model_dir, runtime_dir=served.place.runtime_dir, want=version, mode="require") as weights:
             for each, tensor in expected.items():
@@ -203,7 +226,7 @@ def test_equal_weights_onto_equal_weights_have_an_equal_version(served: Daemon, 
             push_all(push, trained(served, step))
             versions.add(finish(push))
             assert await_change(served, transaction).state == "prepared"
-        decide(served, transaction, commit=False)
+            decide(served, transaction, commit=False)
     assert len(versions) == 2
 
 
@@ -216,7 +239,7 @@ def test_pushed_weights_outlive_the_keeper(tmp_path: Path) -> None:
             push_all(push, trained(served))
             version = finish(push)
             assert await_change(served, transaction).state == "prepared"
-        decide(served, transaction, commit=True)
+            decide(served, transaction, commit=True)
         lines = len(served.log.lines)
         served.kill_keeper()
         served.wait_ready_again(lines)
@@ -242,8 +265,9 @@ def test_pushes_leave_nothing_behind(served: Daemon) -> None:
             if end != "given up":
                 push_and_finish(push, trained(served, step))
                 assert await_change(served, transaction).state == "prepared"
+                decide(served, transaction, commit=end == "committed")
         await_change(served, transaction)
-        decide(served, transaction, commit=end == "committed")
+        decide(served, transaction, commit=end == "committed")  # again, or where the daemon has by itself
 
     push_once(0.0, "committed")  # what is held from here on: one previous generation
     before = kinds_of_fds(served)

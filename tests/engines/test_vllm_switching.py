@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from tests.engines.cases.dense import CASES as DENSE
 from tests.engines.cases.experts import CASES as EXPERTS
-from tests.engines.engine import EngineError
-from tests.engines.generating import PAIR, ended, of_vllm, said, said_by, serving, started, with_cache
+from tests.engines.engine import Engine, EngineError
+from tests.engines.generating import PAIR, PROMPTS, TOKENS, ended, of_vllm, said, serving, started, with_cache
 from tests.support.fine_tuned import fine_tuned
 from weightcached.client.control import update
 
@@ -16,24 +19,43 @@ pytestmark = pytest.mark.timeout(600)  # three engines a test, beside daemons
 OPTIONS = {"want": "current"}
 
 
+IN_BLOCKS: Mapping[str, Any] = {"block_size": 32, "max_model_len": 128}
+LONG = [[*range(10, 90)], [3] * 70]
+"""Two whole blocks each, and more: what vLLM's prefix cache keeps."""
+
+
+def said_anew(engine: Engine) -> list[list[int]]:
+    """What it says, all of it computed: nothing is in the prefix cache. Afterwards the long prompts are."""
+    answer = engine.ask(do="say", prompts=[*PROMPTS, *LONG], max_tokens=TOKENS)
+    assert answer["cached"] == [0] * len(answer["cached"])
+    tokens: list[list[int]] = answer["tokens"]
+    return tokens
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_tokens_are_those_of_the_generation_that_was_switched_to(generator, checkpoint, tmp_path, name):
+    """Also of prompts whose beginning was in the prefix cache, computed with the weights before."""
     model = checkpoint(CASES[name])
     tuned = fine_tuned(model, tmp_path / "tuned")
-    expected = [said_by(generator, of_vllm(path))[1] for path in (model, tuned)]
-    assert expected[0] != expected[1]
+    expected = []
+    for path in (model, tuned):
+        started(generator, of_vllm(path, **IN_BLOCKS))
+        expected.append(said_anew(generator))
+        ended(generator)
+    assert all(one != other for one, other in zip(*expected, strict=True))
     with serving(model, tmp_path / "run") as _:
-        (before,) = started(generator, with_cache(model, tmp_path / "run", options=OPTIONS))
-        assert said(generator) == expected[0]
+        (before,) = started(generator, with_cache(model, tmp_path / "run", options=OPTIONS, **IN_BLOCKS))
+        assert said_anew(generator) == expected[0]
         update(tuned, runtime_dir=tmp_path / "run")
-        assert said(generator) == expected[0]  # until it switches
+        until = generator.ask(do="say", prompts=LONG, max_tokens=TOKENS)
+        assert (until["tokens"], until["cached"]) == (expected[0][-len(LONG) :], [64, 64])
         forward = generator.ask(do="switch")
         assert forward["published"] is not None
         assert forward["ranks"][0]["changed"] == []
-        assert said(generator) == expected[1]
+        assert said_anew(generator) == expected[1]
         back = generator.ask(do="switch", version=forward["ranks"][0]["from_version"])
         assert back["published"] is None
-        assert said(generator) == expected[0]
+        assert said_anew(generator) == expected[0]
         (after,) = generator.ask(do="look")["workers"]
         ended(generator)
     assert after["mapped_nbytes"] == before["mapped_nbytes"] > 0

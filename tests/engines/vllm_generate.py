@@ -82,7 +82,9 @@ class Server:
         return {"workers": self._llm.collective_rpc("look"), "seconds": seconds}
 
     def say(self, *, prompts: list[list[int]], max_tokens: int, adapter: str | None = None) -> dict:
-        """Continue the prompts greedily, with the LoRA adapter in the directory ``adapter``, if there is one."""
+        """Continue the prompts greedily, with the LoRA adapter in the directory ``adapter``, if there is one. Beside
+        the tokens: how many of each prompt's were not computed, because they were in the prefix cache.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -92,7 +94,11 @@ class Server:
         lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
         outputs = self._llm.generate(given, wanted, use_tqdm=False, lora_request=lora)
         seconds = time.monotonic() - began
-        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "seconds": seconds,
+        }
 
     def look(self) -> dict:
         """What the workers say of themselves now."""

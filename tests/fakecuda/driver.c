@@ -27,7 +27,7 @@ struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
 
 Result enter(const char *call, enum needs needs) {
     pthread_mutex_lock(&mutex);
-    Result wanted = (Result)state_fails(call);
+    Result wanted = (Result)state_fails(call, UNKNOWN);
     if (wanted)
         return wanted;
     if (needs >= INITIALISED && initialised_pid != getpid())
@@ -95,6 +95,16 @@ int ranges_of(enum kind kind) {
 
 void range_forget(struct range *range) { range->kind = 0; }
 
+void *nothing_at(void *at, size_t nbytes) {
+    int fixed = at ? MAP_FIXED : 0;
+    return mmap(at, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
+}
+
+void range_gone(struct range *range) {
+    nothing_at((void *)range->at, range->nbytes);
+    range_forget(range);
+}
+
 int device_may(uintptr_t at, size_t nbytes, enum access access) {
     static const enum kind kinds[] = {MAPPED, LEGACY, OPENED};
     for (int i = 0; i < 3; i++) {
@@ -123,9 +133,10 @@ Result memory_new(size_t nbytes, int device, int legacy, char *path, int *fd) {
     int locked = state_lock();
     if (nbytes <= devices[device].nbytes && state_used(devices[device].uuid) <= devices[device].nbytes - nbytes) {
         *fd = open_alive(path, O_RDWR | O_CREAT | O_EXCL);
-        if (*fd >= 0 && !posix_fallocate(*fd, 0, (off_t)nbytes))
+        if (*fd >= 0 && !posix_fallocate(*fd, 0, (off_t)nbytes)) {
             result = SUCCESS;
-        else if (*fd >= 0) {
+            state_taken(devices[device].uuid);
+        } else if (*fd >= 0) {
             unlink(path);
             close(*fd);
         }
@@ -284,8 +295,10 @@ static Result cuDevicePrimaryCtxRetain(struct context **given, int device) {
         int locked = state_lock();
         if (state_used(devices[device].uuid) + CONTEXT_NBYTES <= devices[device].nbytes)
             fd = open_alive(path, O_RDWR | O_CREAT);
-        if (fd >= 0)
+        if (fd >= 0) {
             context->alive = mmap(NULL, 4096, PROT_NONE, MAP_SHARED, fd, 0);
+            state_taken(devices[device].uuid);
+        }
         state_unlock(locked);
         if (fd < 0)
             return OUT_OF_MEMORY;
@@ -431,7 +444,7 @@ void fakecuda_reset(void) {
 /* At a regular end, write down what was not given back: leaks/PID, which is not there for a clean process. */
 __attribute__((destructor)) static void report(void) {
     char text[512], file[64], path[PATH_NBYTES];
-    if (initialised_pid != getpid())
+    if (initialised_pid != getpid() || state_without_device()) /* whom nothing is taken back from */
         return;
     for (int i = 0; i < DEVICES_MAX; i++)
         contexts[i].retained = 0; /* a context may well be kept to the end: the engine's is */

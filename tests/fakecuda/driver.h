@@ -25,6 +25,7 @@ typedef enum {
     HOST_ALREADY_REGISTERED = 712,
     HOST_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
+    UNKNOWN = 999,
 } Result;
 
 enum kind { RESERVED = 1, MAPPED, LEGACY, OPENED, PINNED, REGISTERED };
@@ -73,6 +74,8 @@ struct range *range_around(enum kind kind, uintptr_t at, size_t n); /* that hold
 int range_touched(enum kind kind, uintptr_t at, size_t n);          /* whether any holds some of it */
 int ranges_of(enum kind kind);
 void range_forget(struct range *range);
+void range_gone(struct range *range); /* no other is ever given its addresses: whoever still uses them is found out */
+void *nothing_at(void *at, size_t nbytes); /* addresses without memory, there or anywhere */
 Result memory_new(size_t nbytes, int device, int legacy, char *path, int *fd); /* counted, and filled with rubbish */
 
 /* Whether the device may read or write there now. */

@@ -37,8 +37,7 @@ static Result cuMemFree(uintptr_t at) {
     struct range *range = range_at(LEGACY, at);
     if (!range)
         return INVALID_VALUE;
-    munmap((void *)at, range->nbytes);
-    range_forget(range);
+    range_gone(range);
     int locked = state_lock();
     state_used(devices[range->device].uuid); /* empties it for whoever has opened it: use after free is seen */
     state_unlock(locked);
@@ -124,8 +123,7 @@ static Result cuIpcCloseMemHandle(uintptr_t at) {
         return INVALID_VALUE;
     if (--range->times)
         return SUCCESS;
-    munmap((void *)at, range->nbytes);
-    range_forget(range);
+    range_gone(range);
     return SUCCESS;
 }
 
@@ -146,8 +144,7 @@ static Result cuMemFreeHost(void *at) {
     struct range *range = range_at(PINNED, (uintptr_t)at);
     if (!range)
         return INVALID_VALUE;
-    munmap(at, range->nbytes);
-    range_forget(range);
+    range_gone(range);
     return SUCCESS;
 }
 

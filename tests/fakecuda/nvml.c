@@ -6,7 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
+       GPU_IS_LOST = 15 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct device devices[DEVICES_MAX];
@@ -15,7 +16,7 @@ static int initialised;
 
 static int refused(const char *call) {
     pthread_mutex_lock(&mutex);
-    int result = state_fails(call);
+    int result = state_fails(call, GPU_IS_LOST);
     pthread_mutex_unlock(&mutex);
     return result;
 }
@@ -48,7 +49,7 @@ const char *nvmlErrorString(int result) {
     case NOT_FOUND: return "Not Found";
     case INSUFFICIENT_SIZE: return "Insufficient Size";
     case DRIVER_NOT_LOADED: return "Driver Not Loaded";
-    case 15: return "GPU is lost";
+    case GPU_IS_LOST: return "GPU is lost";
     default: return "Unknown Error";
     }
 }

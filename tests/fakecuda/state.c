@@ -81,6 +81,7 @@ static struct {
     long times;
 } called[CALLS_MAX];
 static long called_in_all;
+static int without_device; /* this process has met a lost one */
 
 static long count(const char *call) {
     called_in_all++;
@@ -97,6 +98,18 @@ static long count(const char *call) {
 void fakecuda_count_anew(void) {
     memset(called, 0, sizeof called);
     called_in_all = 0;
+    without_device = 0;
+}
+
+/* A small file's text, with room for `nbytes`; -1 where it is not there. */
+static int text_of(const char *file, char *text, size_t nbytes) {
+    char path[PATH_NBYTES];
+    FILE *found = state_path(path, file) ? NULL : fopen(path, "re");
+    if (!found)
+        return -1;
+    text[fread(text, 1, nbytes - 1, found)] = 0;
+    fclose(found);
+    return 0;
 }
 
 /* `rules` is "CALL NTH RESULT", separated by commas or newlines; NTH counts this process's calls, `*` fits any. */
@@ -113,7 +126,24 @@ static int ruled(char *rules, const char *call, long nth) {
     return 0;
 }
 
-int state_fails(const char *call) {
+/* The file `lose` has the rule; from the call on that it fits there is the file `lost`, for all processes. */
+static int is_lost(const char *call, long nth) {
+    char path[PATH_NBYTES], rules[256];
+    if (!without_device && text_of("lost", rules, sizeof rules) == 0)
+        without_device = 1;
+    if (!without_device && text_of("lose", rules, sizeof rules) == 0 && ruled(rules, call, nth)) {
+        without_device = 1;
+        int fd = state_path(path, "lost") ? -1 : open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+        if (fd < 0)
+            abort();
+        close(fd);
+    }
+    return without_device;
+}
+
+int state_without_device(void) { return without_device; }
+
+int state_fails(const char *call, int lost) {
     char path[PATH_NBYTES], rules[2048];
     long nth = count(call);
     if (!state_path(path, "calls")) {
@@ -123,6 +153,8 @@ int state_fails(const char *call) {
             abort(); /* a full disk must not look like a call that was not made */
         close(fd);
     }
+    if (is_lost(call, nth))
+        return lost;
     const char *own = getenv("FAKECUDA_FAIL");
     if (own) {
         snprintf(rules, sizeof rules, "%s", own);
@@ -130,14 +162,7 @@ int state_fails(const char *call) {
         if (result)
             return result;
     }
-    if (state_path(path, "fail"))
-        return 0;
-    FILE *shared = fopen(path, "re");
-    if (!shared)
-        return 0;
-    rules[fread(rules, 1, sizeof rules - 1, shared)] = 0;
-    fclose(shared);
-    return ruled(rules, call, nth);
+    return text_of("fail", rules, sizeof rules) ? 0 : ruled(rules, call, nth);
 }
 
 /* ---- who is alive: the kernel counts for us ---- */
@@ -152,13 +177,8 @@ int open_alive(const char *path, int flags) {
 }
 
 int state_quirk(const char *word) {
-    char path[PATH_NBYTES], words[256];
-    FILE *quirks = state_path(path, "quirks") ? NULL : fopen(path, "re");
-    if (!quirks)
-        return 0;
-    words[fread(words, 1, sizeof words - 1, quirks)] = 0;
-    fclose(quirks);
-    return strstr(words, word) != NULL;
+    char words[256];
+    return text_of("quirks", words, sizeof words) == 0 && strstr(words, word) != NULL;
 }
 
 /* Also of a process that nobody has reaped yet. */
@@ -255,4 +275,19 @@ size_t state_used(const unsigned char *uuid) {
     memory_each(add_memory, &sum);
     context_each(uuid, add_context, &sum);
     return sum.nbytes;
+}
+
+void state_taken(const unsigned char *uuid) {
+    char text[40], file[NAME_NBYTES], path[PATH_NBYTES], before[32] = "0";
+    size_t used = state_used(uuid);
+    hex_of(uuid, text);
+    snprintf(file, sizeof file, "peaks/%s", text);
+    text_of(file, before, sizeof before);
+    if (used <= strtoull(before, NULL, 10) || state_path(path, file))
+        return;
+    FILE *peak = fopen(path, "we");
+    if (!peak)
+        abort();
+    fprintf(peak, "%zu", used);
+    fclose(peak);
 }

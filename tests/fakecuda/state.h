@@ -33,7 +33,8 @@ int state_path(char *path, const char *file);
 int state_lock(void);         /* one process at a time; returns what state_unlock wants */
 void state_unlock(int locked);
 int state_devices(struct device *found); /* in the order of their slots; returns how many */
-int state_fails(const char *call);       /* the result to fail with, or 0; notes the call */
+int state_fails(const char *call, int lost); /* the result to fail with, `lost` where no device is any more, or 0; notes the call */
+int state_without_device(void);              /* whether this process has met a lost one */
 void fakecuda_count_anew(void);
 void hex_of(const unsigned char *uuid, char *text);
 int uuid_of(const char *text, unsigned char *uuid);
@@ -45,6 +46,7 @@ int memory_parse(const char *file, struct memory *found);
 void memory_each(memory_visit *visit, void *with);
 void context_each(const unsigned char *uuid, context_visit *visit, void *with);
 size_t state_used(const unsigned char *uuid);
+void state_taken(const unsigned char *uuid); /* something was: keeps the most that there has been, in peaks/ */
 
 /* Whether the driver is to be worse than the real one, so that whoever checks it is seen to notice: the file `quirks`
  * has the word. `forgetful`: memory dies with the process that made it. `unprotected`: read-only is not. `hoarding`: no

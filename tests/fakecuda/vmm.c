@@ -161,11 +161,6 @@ static Result cuMemImportFromShareableHandle(uint64_t *number, void *descriptor,
     return fd < 0 ? INVALID_VALUE : handle_new(number, fd, path, found.nbytes, device, 1);
 }
 
-static void *nothing_at(void *at, size_t nbytes) {
-    int fixed = at ? MAP_FIXED : 0;
-    return mmap(at, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
-}
-
 static Result cuMemAddressReserve(uintptr_t *given, size_t nbytes, size_t alignment, uintptr_t wanted,
                                   unsigned long long flags) {
     CALL("cuMemAddressReserve", INITIALISED);
@@ -192,8 +187,7 @@ static Result cuMemAddressFree(uintptr_t at, size_t nbytes) {
     struct range *range = range_at(RESERVED, at);
     if (!range || range->nbytes != nbytes || range_touched(MAPPED, at, nbytes))
         return INVALID_VALUE;
-    munmap((void *)at, nbytes);
-    range_forget(range);
+    range_gone(range);
     return SUCCESS;
 }
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -85,9 +86,9 @@ class Two:
             change.resolve()
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    folder = tmp_path_factory.mktemp("two")
+@contextmanager
+def two_ranks(folder: Path) -> Iterator[Two]:
+    """Ready; ``folder`` is for what is theirs."""
     model, pipe, attempts = tiny_llama(folder / "model"), folder / "pipe", folder / "attempts"
     os.mkfifo(pipe)
     attempts.touch()
@@ -97,6 +98,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         group(model, Path(name) / "run", scripts={1: script}) as ranks,
     ):
         yield Two(ranks, model, pipe, folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    with two_ranks(tmp_path_factory.mktemp("two")) as two:
+        yield two
 
 
 def outcome(two: Two, first: list[str]) -> str:

@@ -4,14 +4,17 @@ import itertools
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from tests.faults.chaos import invariants
 from tests.faults.chaos.faults import Fault
+from tests.faults.chaos.faults_changes import CHANGES, KilledInChange, KillWorkerInChange
 from tests.faults.chaos.planted import BUGS, keeper
 from tests.faults.chaos.report import render
 from tests.faults.chaos.runner import ALL_FAULTS, Plan, run
+from tests.faults.chaos.world import PAIR
 from tests.support.unprivileged import ROOT
 
 
@@ -47,6 +50,20 @@ def test_without_a_bug_the_same_run_breaks_nothing() -> None:
     assert outcome.figures.faults["KillKeeper"] == 3
     assert outcome.figures.attaches["daemon"] >= 2
     assert set(outcome.figures.attaches) == {"daemon"}
+
+
+@pytest.mark.timeout(300)
+def test_every_fault_of_changes_strikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once. Who is killed in a change is so at a step that takes its time: who comes too late strikes nothing."""
+    monkeypatch.setattr(KilledInChange, "kinds", KillWorkerInChange.kinds)
+    monkeypatch.setattr(KilledInChange, "steps", ("preparing",))
+    only = [kind.name() for kind in CHANGES]
+    plan = Plan(seed=2, seconds=240, faults_max=len(only), only=only, in_turn=True, groups=[PAIR], hostile=False)
+    outcome = run(plan)
+    assert outcome.broken is None, render(outcome)
+    assert outcome.figures.faults == Counter(only), render(outcome)
+    killing = Counter(kind.name() for kind in CHANGES if issubclass(kind, KilledInChange))
+    assert outcome.figures.in_the_middle == killing, render(outcome)
 
 
 def test_a_seed_decides_what_strikes_where() -> None:

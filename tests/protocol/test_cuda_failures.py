@@ -10,18 +10,21 @@ import ctypes
 import gc
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.fakecuda import GRANULARITY, OUT_OF_MEMORY, UNKNOWN
 from tests.support.legacy_holder import legacy_holder
-from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory
-from weightcached.protocol.memory.cuda import devices, nvml, physical
+from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory, SwapFailed
+from weightcached.protocol.fds import OwnedFds
+from weightcached.protocol.memory.cuda import devices, driver, nvml, physical
 from weightcached.protocol.memory.cuda.context import Context, Event, Stream
 from weightcached.protocol.memory.cuda.legacy import DeviceMemory, OpenedMemory
 from weightcached.protocol.memory.cuda.mappings import Mapping
 from weightcached.protocol.memory.cuda.staging import Pinned
+from weightcached.protocol.memory.cuda_ipc import CudaIpc
 from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +142,91 @@ def test_a_call_that_fails_is_an_error_that_names_it(anew, name):
         anew.reset()
     del raised
     gc.collect()
+
+
+def life_of_vmm(kind: CudaVmm, fds: OwnedFds) -> None:
+    """As keeper, worker and engine, one after the other."""
+    for _ in range(2):
+        fds.append(kind.allocate(GRANULARITY, name="test"))
+    kind.verify(fds[0], nbytes=GRANULARITY, what="a segment")
+    with kind.map_shared(fds[0], nbytes=GRANULARITY):
+        pass
+    with (
+        kind.map_private(fds[0], nbytes=GRANULARITY) as used,
+        kind.map_private(fds[1], nbytes=GRANULARITY) as other,
+    ):
+        view = used.view()
+        assert len(view[:8]) == 8
+        used.settle()
+        used.unmap()
+        used.remap()
+        used.exchange(other)
+        del view
+
+
+def life_of_holder(kind: CudaIpc, fds: OwnedFds) -> None:
+    fds.append(kind.allocate(GRANULARITY, name="test"))
+    with kind.hold(fds[0], nbytes=GRANULARITY) as held:
+        kind.seal(fds[0])
+        assert len(held.view()[:8]) == 8
+        held.settle()
+
+
+def life_of_opener(kind: CudaIpc, fds: OwnedFds, handle: bytes) -> None:
+    fds.append(kind.allocate(GRANULARITY, name="test"))
+    os.pwrite(fds[0], handle, 0)
+    kind.seal(fds[0])
+    kind.verify(fds[0], nbytes=GRANULARITY, what="a segment")
+    with kind.map_private(fds[0], nbytes=GRANULARITY) as opened:
+        view = opened.view()
+        assert len(view[:8]) == 8
+        opened.settle()
+        del view
+
+
+LIVES = ["keeper, worker and engine by descriptors", "holder", "engine by a handle"]
+
+
+@pytest.mark.parametrize("whose", LIVES)
+def test_whichever_call_of_a_life_fails_is_told_and_leaves_only_what_is_not_taken_back(anew, whose, monkeypatch):
+    """One after the other, by its number in the life: also those that are made again for something else."""
+    unheard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: unheard.append(str(said.exc_value)))
+
+    def live(handle: bytes) -> list[str]:
+        """What is said, if anything is."""
+        anew.reset()
+        driver.initialise.cache_clear()
+        uuid = anew.fake.devices[0].uuid
+        try:
+            with OwnedFds() as fds:
+                if whose == LIVES[0]:
+                    life_of_vmm(CudaVmm(uuid), fds)
+                elif whose == LIVES[1]:
+                    life_of_holder(CudaIpc(uuid), fds)
+                else:
+                    life_of_opener(CudaIpc(uuid), fds, handle)
+        except (DeviceFailed, SwapFailed) as error:
+            return [str(error)]
+        return []
+
+    with legacy_holder(anew.fake, GRANULARITY, 5) as (_, handle):
+        before = anew.fake.calls(os.getpid())
+        assert live(handle) == []
+        calls = anew.fake.calls(os.getpid())[len(before) :]
+        assert set(calls) & {"cuMemMap", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"}
+        for number, call in enumerate(calls, 1):
+            anew.fake.fail(("*", number, UNKNOWN))
+            unheard.clear()
+            said = live(handle)
+            gc.collect()
+            assert any(f"{call} failed" in one for one in (*said, *unheard)), (number, call, said)
+            # On the way back: in its context, and perhaps by a finalizer, who has nobody to raise it to.
+            gives_back = call in GIVING_BACK or (call == "cuCtxPushCurrent" and calls[number] in GIVING_BACK)
+            assert said or gives_back, (number, call, unheard)
+            assert gives_back or anew.live() == "", (number, call)
+            anew.fake.fail()
+    anew.reset()
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister", "cuMemMap"])

@@ -181,6 +181,18 @@ def test_a_context_is_given_back_also_where_the_memory_is_refused(kind: CudaIpc,
     cuda_here.reset()
 
 
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent", "cuIpcOpenMemHandle"])
+def test_of_calls_that_all_fail_the_first_is_what_is_told_with_the_device(
+    kind: CudaIpc, cuda_here: CudaHere, call: str
+) -> None:
+    with card_of_another(kind, cuda_here.fake) as fds:
+        cuda_here.fake.lose(call)
+        with pytest.raises(DeviceFailed, match=rf"^{call} failed.*{kind.uuid}"):
+            kind.map_private(fds[0], nbytes=NBYTES)
+        cuda_here.fake.found()
+    cuda_here.reset()
+
+
 def test_a_full_device_says_how_much_is_free_and_admits_nothing(kind: CudaIpc, cuda_here: CudaHere) -> None:
     total = cuda_here.fake.devices[0].nbytes
     assert kind.admit(total).free_nbytes == total

@@ -125,6 +125,71 @@ def test_a_wake_that_fails_can_be_tried_again(kind: CudaVmm, cuda_here: CudaHere
     mapping.close()
 
 
+def test_a_sleep_that_the_driver_refuses_leaves_the_memory_mapped_and_can_be_tried_again(
+    kind: CudaVmm, cuda_here: CudaHere
+) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+    for give_up in (mapping.unmap, mapping.close):
+        cuda_here.fake.fail(("cuMemUnmap", "*", UNKNOWN))
+        with pytest.raises(DeviceFailed, match="cuMemUnmap"):
+            give_up()
+        assert (mapping.mapped, mapping.closed) == (True, False)
+        assert bytes(mapping.view()[:7]) == b"weights"
+        cuda_here.fake.fail()
+        give_up()
+        assert not mapping.mapped
+        if not mapping.closed:
+            mapping.remap()
+    assert (mapping.closed, cuda_here.live()) == (True, "")
+    mapping.close()
+
+
+def test_what_was_mapped_without_access_and_stayed_so_is_not_taken_for_awake(
+    kind: CudaVmm, cuda_here: CudaHere
+) -> None:
+    with segment_with(kind, b"weights") as fds:
+        mapping = kind.map_private(fds[0], nbytes=NBYTES)
+    mapping.unmap()
+    cuda_here.fake.fail(("cuMemSetAccess", "*", UNKNOWN), ("cuMemUnmap", "*", UNKNOWN))
+    with pytest.raises(DeviceFailed, match="cuMemSetAccess"):
+        mapping.remap()
+    assert not mapping.mapped
+    with pytest.raises(DeviceFailed, match="cuMemUnmap"):
+        mapping.remap()
+    cuda_here.fake.fail()
+    mapping.remap()
+    assert ctypes.string_at(mapping.address, 7) == b"weights"
+    mapping.close()
+
+
+@pytest.mark.parametrize("made", ["allocated", "verified"])
+def test_a_handle_that_the_driver_does_not_take_back_is_told_and_offered_again_before_room_is_measured(
+    kind: CudaVmm, cuda_here: CudaHere, made: str
+) -> None:
+    """Nobody else has it, so nobody else could: no descriptor is left of it, and it alone keeps the memory."""
+    with segment_with(kind, b"") if made == "verified" else OwnedFds() as fds:
+        before = os.listdir("/proc/self/fd")
+        cuda_here.fake.fail(("cuMemRelease", "*", UNKNOWN))
+        with pytest.raises(DeviceFailed, match=f"cuMemRelease.*{kind.uuid}"):
+            kind.verify(fds[0], nbytes=NBYTES, what="it") if fds else kind.allocate(NBYTES, name="test")
+        assert os.listdir("/proc/self/fd") == before
+    for _ in range(2):
+        assert kind.admit(1).free_nbytes == DEVICE_NBYTES - 2 * GRANULARITY
+    cuda_here.fake.fail()
+    assert kind.admit(1).free_nbytes == DEVICE_NBYTES
+
+
+@pytest.mark.parametrize("call", IMPORTING)
+def test_of_calls_that_all_fail_the_first_is_what_is_told(kind: CudaVmm, cuda_here: CudaHere, call: str) -> None:
+    """Of a lost device nothing can be given back, and that is not what whoever reads the error has to know."""
+    with segment_with(kind, b"") as fds:
+        cuda_here.fake.lose(call)
+        with pytest.raises(DeviceFailed, match=rf"^{call} failed.*{kind.uuid}"):
+            kind.map_private(fds[0], nbytes=NBYTES)
+    cuda_here.reset()
+
+
 def two_generations(kind: CudaVmm) -> tuple[DeviceMapping, DeviceMapping]:
     mapped = []
     for data in (b"generation 1", b"generation 2"):
@@ -273,9 +338,7 @@ def test_allocation_that_fails_leaves_nothing(kind: CudaVmm, cuda_here: CudaHere
     assert (cuda_here.live(), cuda_here.fake.used_nbytes()) == ("", 0)
 
 
-@pytest.mark.parametrize(
-    "call", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
-)
+@pytest.mark.parametrize("call", IMPORTING)
 @pytest.mark.parametrize(("result", "error"), [(INVALID_VALUE, TransferError), (UNKNOWN, DeviceFailed)])
 def test_an_import_that_fails_leaves_nothing_and_says_whose_fault_it_is(
     kind: CudaVmm, cuda_here: CudaHere, call: str, result: int, error: type[Exception]

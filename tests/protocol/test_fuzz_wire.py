@@ -161,6 +161,7 @@ HONEST: dict[str, tuple[Dialect, Message]] = {
                     name="trainer",
                     pid=1,
                     transaction="c" * 32,
+                    timeout_s=60.0,
                     bucket_nbytes=BUCKET_MIN_NBYTES,
                     bucket_count=2,
                 ),

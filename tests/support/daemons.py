@@ -109,10 +109,10 @@ class Log:
                 assert left_s > 0, "no such line in time:\n" + "\n".join(self.lines)
                 self._arrived.wait(left_s)
 
-    def records(self) -> list[dict[str, Any]]:
-        """The lines that are JSON records, so far."""
+    def records(self, first: int = 0) -> list[dict[str, Any]]:
+        """The lines that are JSON records, so far, from line ``first`` on."""
         with self._arrived:
-            lines = list(self.lines)
+            lines = self.lines[first:]
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def join(self) -> None:

@@ -67,7 +67,7 @@ class FakeCuda:
     def __init__(self, libraries: Path, directory: Path, *devices: FakeDevice) -> None:
         self.libraries = libraries
         self.directory = directory
-        for name in ("memory", "contexts", "leaks"):
+        for name in ("memory", "contexts", "leaks", "peaks"):
             (directory / name).mkdir()
         self.devices: tuple[FakeDevice, ...] = ()
         self.plug(*devices or (FakeDevice(),))
@@ -95,6 +95,17 @@ class FakeCuda:
         (self.directory / "fail.new").write_text("".join(f"{name} {nth} {result}\n" for name, nth, result in rules))
         (self.directory / "fail.new").rename(self.directory / "fail")
 
+    def lose(self, call: str, nth: int | str = "*") -> None:
+        """When a process makes this call (for the ``nth`` time) the devices are gone: that call fails, and from then on
+        every call of every process. Who has met that stays without a device, also when they are :meth:`found`.
+        """
+        (self.directory / "lose").write_text(f"{call} {nth} 1\n")
+
+    def found(self) -> None:
+        """What was lost is there again."""
+        for name in ("lose", "lost"):
+            (self.directory / name).unlink(missing_ok=True)
+
     def worsen(self, *quirks: str) -> None:
         """Be worse than the real driver: ``forgetful`` (memory dies with the process that made it), ``unprotected``
         (read-only mappings are not) or ``hoarding`` (no memory comes back). Or another one: ``other-pids`` lists
@@ -118,6 +129,17 @@ class FakeCuda:
     def used_nbytes(self, device: str | None = None) -> int:
         """Of one device, or of all: memory alone, without contexts."""
         return sum(memory.nbytes for memory in self.memory() if device in (None, memory.uuid))
+
+    def peak_nbytes(self, device: str | None = None) -> int:
+        """The most that was taken at any time since this was last asked, contexts included; of one device, or the
+        fullest.
+        """
+        with self._locked():
+            found = {str(uuid.UUID(path.name)): path for path in (self.directory / "peaks").iterdir()}
+            peaks = [int(path.read_text()) for name, path in found.items() if device in (None, name)]
+            for path in found.values():
+                path.unlink()
+        return max(peaks, default=0)
 
     def contexts(self) -> list[int]:
         """The processes that have a context now."""

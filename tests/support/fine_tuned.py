@@ -19,14 +19,16 @@ from weightcached.protocol.messages import Grant
 from weightcached.protocol.testing import Send
 
 
-def fine_tuned(directory: Path, target: Path) -> Path:
-    """A copy of a checkpoint of two-byte floats in which the sign of every other number is the other one."""
+def fine_tuned(directory: Path, target: Path, *, every: int = 2) -> Path:
+    """A copy of a checkpoint of two-byte floats in which the sign of every other number (or of one in ``every``) is
+    the other one.
+    """
     shutil.copytree(directory, target)
     for path in target.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         (header_nbytes,) = struct.unpack_from("<Q", data)
         numbers = np.frombuffer(data, np.uint16, offset=8 + header_nbytes)
-        numbers[::2] ^= 0x8000
+        numbers[::every] ^= 0x8000
         path.write_bytes(data)
     return target
 

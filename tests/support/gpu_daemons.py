@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.computing_worker import COMPUTING
 from tests.support.daemons import Daemon, daemon, supervised_daemon
 from tests.support.fakecuda import FakeCuda, FakeDevice
+from tests.support.unprivileged import ROOT
 from weightcached.client import attach
 from weightcached.protocol.places import Place
 
@@ -29,13 +31,19 @@ def gpu_daemon(
     *extra: str,
     supervised: bool = False,
     device: int = 0,
+    computes: bool = False,
     **variables: str,
 ) -> Iterator[Daemon]:
-    """A daemon with the real worker on this device of the table."""
+    """A daemon with the real worker on this device of the table. ``computes``: a worker whose torch has that
+    device (`computing_worker.py`); not for one that is supervised.
+    """
     wanted = fake.devices[device]
     maker = supervised_daemon if supervised else daemon
-    environment = {**fake.environment, **variables}
-    with maker(model, runtime_dir, "--device", f"cuda:{wanted.uuid}", *extra, environment=environment) as served:
+    given: dict[str, Any] = {"environment": {**fake.environment, **variables}}
+    if computes:
+        given["command"] = COMPUTING
+        given["environment"]["PYTHONPATH"] = str(ROOT)
+    with maker(model, runtime_dir, "--device", f"cuda:{wanted.uuid}", *extra, **given) as served:
         served.place = place_of(wanted, runtime_dir)
         yield served
 

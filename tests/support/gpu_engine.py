@@ -146,6 +146,30 @@ class _Engine:
             tensor.zero_() is tensor for reuse in (False, True) for _, tensor in self.weights.copies(reuse_memory=reuse)
         )
 
+    def bind_with_buffers(self) -> list[int]:
+        """A module of all weights is bound, in which those of one dimension are buffers, the first with memory already.
+        How many parameters are the shared memory, and how many buffers are not, and were written to.
+        """
+        import torch
+
+        from weightcached.client import bind
+
+        module, real = torch.nn.Module(), True
+        for name, tensor in self.weights.items():
+            owner, leaf = _owner(module, name)
+            if tensor.dim() == 1:
+                owner.register_buffer(leaf, torch.empty_like(tensor, device=None if real else "meta"))
+                real = False
+            else:
+                owner.register_parameter(leaf, torch.nn.Parameter(tensor.to("meta"), requires_grad=False))
+        bind(module, self.weights)
+        shared = set(self.addresses().values())
+        written = [buffer.zero_() for buffer in module.buffers()]
+        return [
+            sum(parameter.data_ptr() in shared for parameter in module.parameters()),
+            sum(buffer.data_ptr() not in shared for buffer in written),
+        ]
+
     def unmap(self) -> None:
         self.weights.unmap()
 
@@ -226,6 +250,18 @@ class _Engine:
 
     def loaded_modules(self) -> list[str]:
         return sorted(sys.modules)
+
+
+def _owner(module: Any, name: str) -> tuple[Any, str]:
+    """The submodule of ``name``, made where it is missing, and what it is called there."""
+    import torch
+
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, torch.nn.Module())
+        module = getattr(module, part)
+    return module, leaf
 
 
 def host_tensor(segment: Any) -> Any:

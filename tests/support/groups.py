@@ -9,13 +9,17 @@ The steps are those of ``client/control/course.py``, one by one, so that a test 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.commanding import Changer, new_transaction
 from tests.support.daemons import Daemon, supervised_daemon
+from tests.support.resources import open_fds
 from weightcached.protocol.control import Decided, FromCheckpoint, FromHeld, RankState, Resolve
 
 
@@ -106,3 +110,30 @@ def waiting(ranks: list[Daemon]) -> list[str]:
     found = [one.open for one in states if one.open is not None]
     found += [one.change.transaction for one in states if one.change and one.change.state in ("preparing", "prepared")]
     return found
+
+
+def left_behind(ranks: list[Daemon]) -> list[str]:
+    """What there is besides the generations that the ranks say they hold: memory, in keepers and in their supervisors
+    (which have to have all of it, too), workers, and what is open or waits.
+    """
+    found = [f"transaction {one}" for one in waiting(ranks)]
+    for one in ranks:
+        held = {state.generation for state in Changer(one).state().generations}
+        memory = {"weightcached:state"} | {f"weightcached:{each}:{part}" for each in held for part in ("0", "manifest")}
+        keeper = one.report().pid
+        for pid in (keeper, one.pid):
+            names = [name[len("/memfd:") :].split()[0] for name in open_fds(pid).values() if "/memfd:" in name]
+            found += [f"{one.place.device}: {name}" for name in set(names) ^ memory]
+            found += [f"{one.place.device}: {name} twice" for name, count in Counter(names).items() if count > 1]
+        workers = [
+            child for child in psutil.Process(keeper).children() if "weightcached.loader.worker" in _words(child)
+        ]
+        found += [f"{one.place.device}: {worker}" for worker in workers]
+    return found
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

@@ -9,6 +9,7 @@ The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads ho
 - ``kill_at``, ``exit_at``, ``raise_at``, ``hang_at``, ``fail_at``: a point (``start``, ``job``, ``planned``,
   ``memory``, ``progress``) at which to SIGKILL oneself, end as if all were well, raise, wait for ever, or report
   ``fail`` (fields of ``Failed``)
+- ``kill_said``: a file that names the point at which to SIGKILL oneself, or is empty
 - ``eat_at``: a point at which to use up memory until the kernel objects
 - ``release``: a FIFO; with it ``hang_at`` waits for a byte, or until its last writer has closed it, then goes on
 - ``only_attempts``: do the above only in the first so many attempts, counted by lines in the file ``attempts``
@@ -53,6 +54,7 @@ from weightcached.protocol.worker_messages import (
 )
 
 SCRIPT: dict[str, Any] = json.loads(os.environ.get("WEIGHTCACHED_TEST_WORKER", "{}"))
+KILL_SAID = Path(SCRIPT["kill_said"]).read_text() if "kill_said" in SCRIPT else None
 NBYTES: int = SCRIPT.get("segment_nbytes", 4096)
 
 
@@ -75,7 +77,7 @@ def point(name: str, channel: Channel) -> None:
     """A point of the script: maybe the last one."""
     if not SPOILED:
         return
-    if SCRIPT.get("kill_at") == name:
+    if name in (SCRIPT.get("kill_at"), KILL_SAID):
         os.kill(os.getpid(), signal.SIGKILL)
     if SCRIPT.get("exit_at") == name:
         os._exit(0)

@@ -1,5 +1,5 @@
-"""Three generations of one layout, whose numbers are all 1, 2 or 3, and the two steps of a swap. Weight sets and
-daemons are the fixtures' (tests/client/conftest.py).
+"""Three generations of one layout in two segments, whose numbers are all 1, 2 or 3, and the two steps of a swap. Weight
+sets and daemons are the fixtures' (tests/client/conftest.py).
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ from weightcached.protocol.testing import HonestGrant, TensorBytes, honest_grant
 
 N = 64
 TIED = {"lm_head.weight": "square"}
+SEGMENTS = (("square", "empty", "lm_head.weight"), ("other", "codes"))
+"""What lies in each."""
 
 
 def tensors(value: int) -> dict[str, TensorBytes]:
@@ -33,7 +35,11 @@ def tensors(value: int) -> dict[str, TensorBytes]:
 def generations(config: CacheConfig, *values: int) -> Iterator[list[HonestGrant]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(honest_grant(tensors(value), config=config, receipts=f"{value}" * 64, aliases=TIED))
+            stack.enter_context(
+                honest_grant(
+                    tensors(value), config=config, receipts=f"{value}" * 64, aliases=TIED, segment_count=len(SEGMENTS)
+                )
+            )
             for value in values
         ]
 

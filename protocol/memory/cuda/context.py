@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weightcached.protocol.errors import InsufficientMemory
+from weightcached.protocol.errors import DeviceFailed, InsufficientMemory
 from weightcached.protocol.memory.cuda import driver, nvml
 from weightcached.protocol.memory.cuda.devices import Device
-from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context
+from weightcached.protocol.memory.cuda.owned import Owned, call_within, current_context, within
 
 
 class Context(Owned):
@@ -32,13 +32,16 @@ class Context(Owned):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What this thread calls within goes to this context; the one before is current again after it."""
-        asked = f"the context of {self.device.uuid} in this thread"
-        driver.call("cuCtxPushCurrent", self.handle, asked=asked)
+        """What this thread calls within goes to this context; the one before is current again after it. A failure of
+        the device says which device it is.
+        """
+        where = f"device {self.device.uuid}"
         try:
-            yield
-        finally:
-            driver.call("cuCtxPopCurrent", asked=asked)
+            with within(self.handle, asked=f"the context of {self.device.uuid} in this thread"):
+                yield
+        except DeviceFailed as failure:
+            failure.where = failure.where or where
+            raise
 
     def synchronize(self) -> None:
         """Wait for all work of the context, and raise what went wrong in it. The context is current."""

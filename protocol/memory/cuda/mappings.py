@@ -6,6 +6,9 @@ Needs no context. Blocks: giving access takes the driver milliseconds.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.memory.cuda import driver
 from weightcached.protocol.memory.cuda.devices import Device
 from weightcached.protocol.memory.cuda.owned import Owned
@@ -19,6 +22,8 @@ class Mapping(Owned):
     the addresses when they are unmapped faults: synchronize first.
     """
 
+    stays_when_refused = True
+
     def __init__(self, nbytes: int, *, alignment: int, device: Device) -> None:
         """Reserves only. ``nbytes`` and ``alignment`` are multiples of the device's granularity."""
         self.nbytes = nbytes
@@ -30,7 +35,8 @@ class Mapping(Owned):
 
     @property
     def mapped(self) -> bool:
-        return self._state.mapped
+        """Whether something is, with access to it."""
+        return self._state.mapped and self._state.accessible
 
     def map(self, allocation: Allocation, *, writable: bool) -> None:
         """Show ``allocation`` (of the same size) here. Its handle may be closed then: the mapping keeps the memory.
@@ -40,6 +46,7 @@ class Mapping(Owned):
         """
         if self.closed or self.mapped:
             raise ValueError("the mapping was closed" if self.closed else "something is mapped there already")
+        self.unmap()  # what an attempt that failed could not take away
         where = f"{self.nbytes} bytes at {self.address:#x} on {self.device.uuid}"
         driver.call("cuMemMap", self.address, self.nbytes, 0, allocation.handle, 0, asked=f"a mapping of {where}")
         self._state.mapped = True
@@ -53,11 +60,15 @@ class Mapping(Owned):
         try:
             driver.call("cuMemSetAccess", self.address, self.nbytes, [access], 1, asked=f"{word} access to {where}")
         except BaseException:
-            self.unmap()
+            with suppress(WeightCacheError):
+                self.unmap()
             raise
+        self._state.accessible = True
 
     def unmap(self) -> None:
-        """Take the memory away and keep the addresses, for another :meth:`map`. Safe to call twice."""
+        """Take the memory away and keep the addresses, for another :meth:`map`. Safe to call twice, and again after
+        an error: what is mapped then stays so.
+        """
         if self._state.mapped and not self.closed:
             _unmap(self._state, self.address, self.nbytes, self.device.uuid)
 
@@ -66,11 +77,12 @@ class _State:
     """What the finalizer has to know, outside the object that it is of."""
 
     mapped = False
+    accessible = False
 
 
 def _unmap(state: _State, address: int, nbytes: int, uuid: str) -> None:
     driver.call("cuMemUnmap", address, nbytes, asked=f"unmapping {nbytes} bytes at {address:#x} on {uuid}")
-    state.mapped = False
+    state.mapped = state.accessible = False
 
 
 def _give_back(state: _State, address: int, nbytes: int, uuid: str) -> None:

@@ -69,6 +69,8 @@ class Allocation(Owned):
     process.
     """
 
+    stays_when_refused = True
+
     def __init__(self, handle: int, *, nbytes: int, device: Device) -> None:
         self.handle = handle
         self.nbytes = nbytes

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
+import random
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,9 @@ from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
 from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
+from tests.support.racing import race
 from weightcached.client import attach
 from weightcached.client.control import (
     changes,
@@ -36,7 +43,9 @@ from weightcached.client.control import (
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.control import FromHeld
+from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
@@ -93,6 +102,41 @@ def test_updated_and_rolled_back_on_both_ranks(ranks: list[Daemon], at: Path, ne
     assert versions(ranks) == second
     with pytest.raises(GenerationGone, match="no such version"):
         rollback("receipts:" + "0" * 64, runtime_dir=at)
+
+
+def test_a_rank_that_does_not_know_a_content_digest_yet_is_rolled_back_and_does_not_call_the_version_gone(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 0 names the version by its digest, which rank 1 does not come to know as long as somebody else computes it:
+    to a coordinator, and then to an engine.
+    """
+    with open_weights(weight_files(settled_model)) as weights:
+        receipts = take_receipts(weights).sha256
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    own_cache = ["--cache-dir", str(tmp_path / "digests")]
+    with DigestCache(tmp_path / "digests").opened([]) as shelf, ExitStack() as turn:
+        turn.enter_context(shelf.turn(receipts))
+        with (
+            scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as knowing,
+            scripted_daemon(settled_model, runtime_dir, *own_cache, **shard, tp_rank=1) as waits,
+        ):
+            for one in (knowing, waits):
+                one.wait_until("ready")
+            eventually(lambda: knowing.report().digest is not None)
+            before = versions([knowing, waits])
+            update(newer, runtime_dir=runtime_dir)
+            rollback(runtime_dir=runtime_dir)
+            assert versions([knowing, waits]) == before
+            assert waits.report().digest is None
+            named = knowing.report().version
+            asked: dict[str, Any] = {**shard, "runtime_dir": runtime_dir, "mode": "require", "want": "current"}
+            with attach(settled_model, **asked, tp_rank=1) as weights:
+                with pytest.raises(DaemonNotReady, match=r"digest.*ask again"):
+                    weights.stage(version=named)
+                turn.close()
+                eventually(lambda: waits.report().digest is not None)
+                with weights.stage(version=named) as staged:
+                    assert staged.generation == weights.generation
 
 
 def test_engines_of_both_ranks_get_the_version_of_rank_0(ranks: list[Daemon], at: Path, newer: Path) -> None:
@@ -205,26 +249,32 @@ def test_a_late_command_of_a_change_that_was_rolled_back_changes_nothing(
         change.prepare(0)
 
 
-def test_two_coordinators_at_once(ranks: list[Daemon], at: Path, settled_model: Path, tmp_path: Path) -> None:
-    models = [other_weights(settled_model, tmp_path / name, number=next(_NUMBERS)) for name in ("one", "two")]
-    outcomes: dict[Path, object] = {}
-    together = threading.Barrier(2)
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"force": True}], ids=str)
+def test_two_coordinators_at_once(
+    ranks: list[Daemon], at: Path, settled_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Updates to different models, and an update and a rollback, one a little after the other: whatever each of them is
+    told is true, and what the last one was told that it had done is what is served. One of each pair has ``options``.
+    """
+    chance = random.Random(7)
 
-    def run(model: Path) -> None:
-        together.wait()
-        try:
-            outcomes[model] = update(model, runtime_dir=at).version
-        except WeightCacheError as error:
-            outcomes[model] = error
+    def updating(**given: Any) -> str:
+        newer = other_weights(settled_model, tmp_path / str(number := next(_NUMBERS)), number=number)
+        return update(newer, runtime_dir=at, **given).version
 
-    threads = [threading.Thread(target=run, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lost = [one for one in outcomes.values() if isinstance(one, WeightCacheError)]
-    assert all(isinstance(one, UpdateConflict) for one in lost), outcomes
-    assert len(lost) <= 1, "one of them, or both one after the other"
+    def rolling_back() -> str:
+        return rollback(runtime_dir=at, **options).version
+
+    began_s = time.monotonic()
+    updating()
+    takes_s = time.monotonic() - began_s
+    seconds: list[Callable[[], str]] = [partial(updating, **options), rolling_back]
+    for second in seconds * 4:
+        delays_s = chance.sample([0.0, chance.choice([0.0, chance.uniform(0, takes_s)])], 2)
+        first_end, second_end = race(ranks, [updating, second], delays_s, may_end_others="force" in options)
+        assert isinstance(first_end, str) or isinstance(second_end, str), "one of two at the least"
+        if "wait" in options:
+            assert isinstance(second_end, str | GenerationGone), "what it was to roll back to may be gone by then"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -281,9 +331,11 @@ def test_what_every_rank_serves_already_is_neither_loaded_nor_published(
     settled(newer)
     changed = update(newer, runtime_dir=at)
     assert not changed.already
+    eventually(lambda: all(one.report().digest is not None for one in ranks))  # from then on versions are called by it
     before, begun = [Changer(one).state() for one in ranks], workers(ranks)
+    served = ranks[0].report().version
     again = update(newer, runtime_dir=at)
-    assert (again.already, again.version, again.before, again.away) == (True, changed.version, changed.version, ())
+    assert (again.already, again.version, again.before, again.away) == (True, served, served, ())
     assert waiting(ranks) == []
     after = [Changer(one).state() for one in ranks]
     assert [standings(one) for one in after] == [standings(one) for one in before]
@@ -447,3 +499,36 @@ def test_a_group_that_lacks_a_rank_is_not_changed(settled_model: Path, newer: Pa
     with pytest.raises(DaemonAbsent):
         generations(runtime_dir=runtime_dir)
     assert commands.update_main(["--runtime-dir", str(runtime_dir), "--model", str(newer)]) == commands.FAILED_EXIT
+
+
+def test_ranks_that_are_not_there_yet_or_still_load_are_waited_for_where_that_is_asked(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 1's keeper is dead at first, and the next one loads until a byte has been written to the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    slow = {"hang_at": "job", "release": str(pipe), "attempts": str(tmp_path / "attempts"), "only_attempts": 1}
+    shard: dict[str, Any] = {"layout": "fused", "tp_size": 2}
+    steps: queue.Queue[Step] = queue.Queue()
+
+    def until(wanted: Callable[[Step], bool]) -> None:
+        while not wanted(steps.get(timeout=TIMEOUT_S)):
+            pass
+
+    with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=0) as leader, ThreadPoolExecutor() as threads:
+        with scripted_daemon(settled_model, runtime_dir, **shard, tp_rank=1) as dead:
+            for one in (leader, dead):
+                one.wait_until("ready")
+            dead.stop(signal.SIGKILL)
+        where = Where.of(runtime_dir=runtime_dir, timeout_s=TIMEOUT_S)
+        waits = threads.submit(lambda: asyncio.run(changes.update(where, newer, wait=True, told=steps.put)))
+        until(lambda step: step.phase is Phase.LOOK)
+        with scripted_daemon(settled_model, runtime_dir, script=slow, **shard, tp_rank=1) as second:
+            second.wait_logged("state", state="loading")
+            for wait, timeout_s in ((False, TIMEOUT_S), (True, 1.2)):
+                with pytest.raises(DaemonNotReady, match=r"on rank tp1of2: it serves no weights yet.*--wait"):
+                    update(newer, runtime_dir=runtime_dir, wait=wait, timeout_s=timeout_s)
+            until(lambda step: step.phase is Phase.LOOK and [word for word, _ in step.reports] == ["tp1of2"])
+            pipe.write_bytes(b"1")
+            changed = waits.result(TIMEOUT_S)
+            assert versions([leader, second]) == [changed.version] * 2

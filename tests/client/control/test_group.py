@@ -9,8 +9,10 @@ import pytest
 
 from weightcached.client.control.group import Group, members_of
 from weightcached.client.control.held_commands import render
+from weightcached.client.control.holding import held_by_all
 from weightcached.protocol.control import RankInfo, RankState
 from weightcached.protocol.errors import DaemonAbsent, DaemonUnreachable, RanksDisagree
+from weightcached.protocol.messages import GenerationInfo
 from weightcached.protocol.places import Place
 
 AT = Path("/run/weightcached")
@@ -67,3 +69,43 @@ def test_daemons_of_other_sizes_and_a_rank_twice_are_no_group() -> None:
         members_of([rank("a"), rank("b", tp_size=2)], "there")
     with pytest.raises(RanksDisagree, match="tp0of2 at live/a and at live/b"):
         members_of([rank("a", tp_size=2), rank("b", tp_size=2)], "there")
+
+
+def holding(device: str, tp_rank: int, *words: tuple[str, str]) -> tuple[Place, RankState]:
+    """A rank that serves the first of these and keeps the others; each is (version, what stood in before)."""
+    place, state = rank(device, tp_rank=tp_rank, tp_size=2)
+    generations = tuple(
+        GenerationInfo(
+            generation=f"{16 * tp_rank + number:032x}",
+            version=version,
+            receipts_version=receipts_version,
+            standing="previous" if number else "current",
+            origin="/models/m",
+            digest=None,
+            resident_nbytes=1,
+            leases=0,
+            pinned=False,
+            age_s=1.0,
+        )
+        for number, (version, receipts_version) in enumerate(words)
+    )
+    return place, state.model_copy(update={"generations": generations, "current": generations[0].generation})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("digest:a", "receipts:a"), ("receipts:a", "receipts:a")),
+        (("receipts:a", "receipts:a"), ("digest:a", "receipts:a")),
+        (("digest:a", "receipts:a"), ("digest:a", "receipts:elsewhere")),
+    ],
+    ids=["rank 1 has no digest yet", "rank 0 has none yet", "through another mount"],
+)
+def test_a_rollback_asks_every_rank_by_a_word_that_it_knows(first: tuple[str, str], second: tuple[str, str]) -> None:
+    current = ("receipts:b", "receipts:b")
+    members = members_of([holding("a", 0, current, first), holding("b", 1, current, second)], "there")
+    group = Group(AT, "live", members)
+    for to in (None, first[0]):
+        source = held_by_all(group, to)
+        assert {source.version, source.receipts_version} & set(first)
+        assert {source.version, source.receipts_version} & set(second)

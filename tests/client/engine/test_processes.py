@@ -133,7 +133,7 @@ def test_the_same_tokens_across_a_killed_engine_and_a_killed_daemon(tiny: Path, 
             assert lease == {"state": "connected", "reason": None, "obstacle": None, "losses": 0, "resumes": 0}
             long = second.generate(200)
             assert _generate_while(second, 200, lambda: served.stop(signal.SIGKILL)) == long
-            lease = _wait_lease(second, "detached")
+            lease = wait_lease(second, "detached")
             assert lease["reason"]
             assert second.generate() == wanted
             assert second.end(signal.SIGTERM) == 0
@@ -156,7 +156,7 @@ def _generate_while(served: Engine, max_new_tokens: int, act: Any) -> list[int]:
     return answers[0]
 
 
-def _wait_lease(served: Engine, state: str, *, resumes: int = 0) -> dict[str, Any]:
+def wait_lease(served: Engine, state: str, *, resumes: int = 0) -> dict[str, Any]:
     deadline = Deadline.after(30)
     while (lease := served.ask("/status")["weights"]["lease"])["state"] != state or lease["resumes"] != resumes:
         assert not deadline.passed, lease
@@ -179,10 +179,10 @@ def test_an_engine_does_not_notice_that_its_keeper_is_killed_and_ends_when_there
             long = served.generate(200)
             keeper = supervisor.report().pid
             assert _generate_while(served, 200, lambda: os.kill(keeper, signal.SIGKILL)) == long
-            lease = _wait_lease(served, "connected", resumes=1)
+            lease = wait_lease(served, "connected", resumes=1)
             assert (lease["reason"], lease["losses"]) == (None, 1)
             assert supervisor.stop() == 0
-            assert "draining" in _wait_lease(served, "detached", resumes=1)["reason"]
+            assert "draining" in wait_lease(served, "detached", resumes=1)["reason"]
             assert served.generate(200) == long
             with daemon(tiny, runtime_dir):
                 assert served.process.wait(TIMEOUT_S) == STALE_EXIT

@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.client.publish.dying_trainer import STEPS
 from tests.client.publish.test_publish import trained, where
+from tests.support.commanding import Changer
 from tests.support.daemons import TIMEOUT_S, Daemon
-from tests.support.groups import kill_and_wait, versions, waiting
+from tests.support.eventually import eventually
+from tests.support.groups import kill_and_wait, left_behind, versions, waiting
+from tests.support.referenced import raw
 from tests.support.unprivileged import ROOT
+from weightcached.client import attach
 from weightcached.client.publish import publish, stage
 from weightcached.client.publish.session import Publication
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import DaemonNotReady, DaemonUnreachable, WeightCacheError, WorkerDied
 
-TRAINER = """
-import sys
-from pathlib import Path
-from tests.client.publish.test_publish import trained
-from weightcached.client.publish import stage
-tensors = list(trained(Path(sys.argv[1]), 2.0).items())
-with stage(runtime_dir=sys.argv[2], bucket_nbytes=64 * 1024, bucket_count=2) as publication:
-    for name, tensor in tensors[: len(tensors) // 2]:
-        publication.push(name, tensor)
-    print("half", flush=True)
-    sys.stdin.read()
-"""
 
-
-@contextmanager
-def trainer_at_half(model: Path, ranks: list[Daemon]) -> Iterator[subprocess.Popen[str]]:
-    """A trainer's process that has pushed half of it, and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(model), str(ranks[0].place.runtime_dir)],
+def start_trainer(ranks: list[Daemon], step: str, *timeout_s: str) -> subprocess.Popen[str]:
+    """`dying_trainer.py`, which ends at that step. The caller waits for it."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.client.publish.dying_trainer"),
+            *(str(ranks[0].place.runtime_dir), step, *timeout_s),
+        ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    with process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "half\n"
-            yield process
-        finally:
-            process.kill()
+
+
+@contextmanager
+def engines(ranks: list[Daemon]) -> Iterator[None]:
+    """An engine at each rank. In the end they have what they had, and the leases of it."""
+    with ExitStack() as stack:
+        attached = [
+            stack.enter_context(
+                attach(
+                    one.model_dir,
+                    runtime_dir=one.place.runtime_dir,
+                    layout="fused",
+                    tp_size=len(ranks),
+                    tp_rank=rank,
+                    want="current",
+                    mode="require",
+                )
+            )
+            for rank, one in enumerate(ranks)
+        ]
+        had = [(weights.generation, weights.version, raw(weights["model.norm.weight"])) for weights in attached]
+        yield
+        for rank, weights in enumerate(attached):
+            assert weights.lease is not None
+            assert (weights.lease.state, weights.lease.resumes) == ("connected", 0)
+            weights.verify()
+            assert (weights.generation, weights.version, raw(weights["model.norm.weight"])) == had[rank]
+            held = Changer(ranks[rank]).state().generation(weights.generation)
+            assert held is not None
+            assert held.leases == 1
 
 
 def worker_at(rank: Daemon) -> psutil.Process:
@@ -63,18 +77,45 @@ def worker_at(rank: Daemon) -> psutil.Process:
     return worker
 
 
-def test_a_trainer_that_is_killed(ranks: list[Daemon], model: Path) -> None:
-    before = versions(ranks)
-    lines = [len(rank.log.lines) for rank in ranks]
-    with trainer_at_half(model, ranks) as trainer:
-        trainer.send_signal(signal.SIGKILL)
-        assert trainer.wait(TIMEOUT_S) == -signal.SIGKILL
-    for rank, first in zip(ranks, lines, strict=True):
-        rank.wait_logged("the change failed", code="stage_lost", first=first)
-    ranks[0].wait_logged("change decided", outcome="aborted", first=lines[0])
-    assert (versions(ranks), waiting(ranks)) == (before, [])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_trainer_that_is_killed(ranks: list[Daemon], model: Path, step: str) -> None:
+    """At every step. By themselves the ranks give its push up, with all that there is of it and nothing else; where the
+    decision was written, both go on to serve what it pushed.
+    """
+    before, first = versions(ranks), len(ranks[0].log.lines)
+    with engines(ranks):
+        with start_trainer(ranks, step) as trainer:
+            assert trainer.wait(TIMEOUT_S) == -signal.SIGKILL
+        outcome = ranks[0].wait_logged("change decided", first=first)["outcome"]
+        assert outcome == ("committed" if step == "decided" else "aborted") or step == "deciding"
+        eventually(lambda: left_behind(ranks) == [])
+        after = versions(ranks)
+        assert after[0] == after[1]
+        assert (after == before) is (outcome == "aborted")
     version = publish(trained(model, 3.0), **where(ranks))
     assert versions(ranks) == [version, version]
+
+
+@pytest.mark.parametrize("step", ["between buckets", "prepared"])
+def test_a_trainer_that_is_stopped(ranks: list[Daemon], model: Path, step: str) -> None:
+    """And not killed: it is given up as well, soon after the time that it had given itself. Once it goes on it learns
+    that.
+    """
+    before, first = versions(ranks), len(ranks[0].log.lines)
+    with engines(ranks), start_trainer(ranks, step, "4") as trainer:
+        try:
+            assert ranks[0].wait_logged("change decided", first=first)["outcome"] == "aborted"
+            assert psutil.Process(trainer.pid).status() == psutil.STATUS_STOPPED
+            assert versions(ranks) == before
+            version = publish(trained(model, 4.0), **where(ranks))
+            assert versions(ranks) == [version, version]
+            trainer.send_signal(signal.SIGCONT)
+            said, _ = trainer.communicate(timeout=TIMEOUT_S)
+        finally:
+            trainer.kill()
+    assert said.split()[0] in ("stage_lost", "daemon_not_ready", "update_conflict"), said
+    assert versions(ranks) == [version, version]
+    assert left_behind(ranks) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
     parser.add_argument("--faults", type=int, help="at most so many")
     parser.add_argument("--only", action="append", default=[], choices=[kind.name() for kind in ALL_FAULTS])
+    parser.add_argument("--in-turn", action="store_true", help="one fault after the other instead of at random")
     parser.add_argument("--group", action="append", default=[], choices=GROUPS, help="only this; may be said again")
     parser.add_argument("--no-hostile", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="print no line for each fault")
@@ -37,6 +38,7 @@ def main() -> int:
         seconds=given.seconds,
         faults_max=given.faults,
         only=given.only,
+        in_turn=given.in_turn,
         hostile=not given.no_hostile,
         groups=given.group or GROUPS,
     )

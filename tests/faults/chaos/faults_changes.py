@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import ClassVar
 
 from tests.faults.chaos.broken import Broken
 from tests.faults.chaos.changing import KINDS, ChangingGroup, changing
@@ -161,14 +163,18 @@ class SlowRank(Change):
 
 
 class KilledInChange(Change):
-    """A change of any kind, and at some step of it somebody is killed. ``victim`` does that, and returns when whoever
-    it was can be waited for.
+    """A change of any kind, and at some step of it somebody is killed: by ``kill``, which returns when whoever it was
+    can be waited for, and whether that was in the middle.
     """
+
+    kinds: ClassVar[Sequence[str]] = KINDS
+    steps: ClassVar[Sequence[str]] = _STEPS
+    """Of which changes, and at which steps of them, there is somebody to kill."""
 
     def strike(self, world: World, site: Site) -> None:
         group = changing(site)
         marks = [one.records.mark() for one in group.sites]
-        kind, step = world.random.choice(KINDS), world.random.choice(_STEPS)
+        kind, step = world.random.choice(self.kinds), world.random.choice(self.steps)
         if kind == "rollback" and not group.can_roll_back():
             kind = "update"
         with group.change(kind, world.random) as process:
@@ -178,11 +184,12 @@ class KilledInChange(Change):
                 rank = world.random.randrange(len(group.sites))
                 group.wait_change(rank, step, marks[rank])
                 time.sleep(world.random.choice((0.0, world.random.uniform(0, _JITTER_MAX_S))))
-            self.kill(world, site, process)
+            if self.kill(world, site, process):
+                world.figures.in_the_middle[self.name()] += 1
             self.ended(_end_of(process))
         group.resolve()
 
-    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
         raise NotImplementedError
 
     def ended(self, end: tuple[int, str]) -> None:
@@ -197,8 +204,10 @@ class KillCoordinator(KilledInChange):
 
     weight = 12
 
-    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
+        under_way = process.poll() is None
         process.kill()
+        return under_way
 
     def ended(self, end: tuple[int, str]) -> None:
         """However it ended: it was killed, or quicker."""
@@ -207,22 +216,30 @@ class KillCoordinator(KilledInChange):
 class KillKeeperInChange(KilledInChange):
     weight = 12
 
-    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
-        mark = site.records.mark()
-        os.kill(site.keeper_pid(), signal.SIGKILL)
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
+        victim, mark = site.keeper_pid(), site.records.mark()
+        under_way = process.poll() is None
+        os.kill(victim, signal.SIGKILL)
         site.wait_ready(mark)
+        return under_way
 
 
 class KillWorkerInChange(KilledInChange):
-    """As soon as there is one; the change may need none, or be over with it."""
+    """As soon as there is one; the change may be over with it."""
 
     weight = 8
+    kinds = tuple(kind for kind in KINDS if kind != "rollback")
+    steps = (AT_ONCE, "preparing")
 
-    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
         worker = site.worker_unless(lambda: process.poll() is not None)
-        if worker is not None:
-            with suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
+        if worker is None:
+            return False
+        try:
+            os.kill(worker, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 class KillEngineInChange(KilledInChange):
@@ -230,8 +247,10 @@ class KillEngineInChange(KilledInChange):
 
     weight = 6
 
-    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> None:
+    def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
+        under_way = process.poll() is None
         site.group.replace(site.group.one("hold"), world.random)
+        return under_way
 
 
 def _end_of(process: subprocess.Popen[str]) -> tuple[int, str]:

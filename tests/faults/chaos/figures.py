@@ -12,6 +12,8 @@ class Figures:
 
     faults: Counter[str] = field(default_factory=Counter)
     fault_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    in_the_middle: Counter[str] = field(default_factory=Counter)
+    """Of faults that kill somebody in a change: how often it was under way then."""
     attaches: Counter[str] = field(default_factory=Counter)
     attach_seconds: list[float] = field(default_factory=list)
     rows_compared: int = 0

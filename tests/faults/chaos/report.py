@@ -36,6 +36,7 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     yield from _times("hot swap of all ranks (barrier)", figures.barrier_seconds)
     yield f"engines' attempts to change over that left them with what they had: {_words(figures.not_swapped.items())}"
     yield f"steps of engines that looked at every rank: {figures.steps}"
+    yield f"killed while a change was under way: {_words(figures.in_the_middle.items())}"
     yield f"lease events: {_words(figures.lease_events.items())}"
     yield f"generations seen: {len(figures.generations)}; parameters re-hashed by engines: {figures.rows_compared}"
     keeper_mib, supervisor_mib = figures.keeper_mib_max, figures.supervisor_mib_max

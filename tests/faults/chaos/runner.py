@@ -5,6 +5,7 @@ Owns the order and what is said when something is broken: seed, step, history, a
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,8 @@ class Plan:
     faults_max: int | None = None
     only: Sequence[str] = ()
     """Names of faults; all when empty."""
+    in_turn: bool = False
+    """One after the other, instead of at random."""
     keeper: Sequence[str] = ("serve",)
     """The supervised command up to its options."""
     hostile: bool = True
@@ -67,9 +70,9 @@ class Plan:
         chosen = [known[name] for name in self.only] if self.only else list(ALL_FAULTS)
         kinds = [kind for kind in chosen if places[kind.at] and (small_disk or not kind.needs_small_disk)]
         weights = [kind.weight for kind in kinds]
-        chance = random.Random(self.seed)
+        chance, turns = random.Random(self.seed), itertools.cycle(kinds)
         while True:
-            kind = chance.choices(kinds, weights)[0]
+            kind = next(turns) if self.in_turn else chance.choices(kinds, weights)[0]
             yield kind, chance.choice(places[kind.at])
 
 
