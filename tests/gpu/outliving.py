@@ -89,6 +89,7 @@ def vault_alone(setting: Setting) -> str:
             beyond = _used_beyond(setting, before, first)
             came = {holder.pid for holder in nvml.holders(setting.uuid)} - {holder.pid for holder in listed}
             require(not came, f"processes that NVML lists and did not before: {came}")
+            require(processes.marked(mark) == {served.pid}, "another process came while the memory was looked at")
         _same(served.wait_ready_again(seen), first)
         _seen_right(setting, served)
     return (

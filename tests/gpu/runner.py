@@ -68,11 +68,10 @@ def main(arguments: Sequence[str]) -> int:
             outcomes.append(_accounted(row, setting, until_s=until_s))
             print(_line(outcomes[-1]), flush=True)
     head = _head(device, setting, time.monotonic() - started_s)
-    print(f"\n{head}")
     if not setting.rehearsal:
         before = RESULTS.read_text() if RESULTS.exists() else "# What was seen on GPUs\n"
         RESULTS.write_text(before + _report(head, outcomes))
-        print(f"kept in {RESULTS}")
+    print(f"\n{head}" + ("" if setting.rehearsal else f"\nkept in {RESULTS}"))
     return 1 if any(outcome.verdict == "FAIL" for outcome in outcomes) else 0
 
 
