@@ -43,15 +43,24 @@ class Child:
     async def start(
         cls, name: str, module: str, arguments: Sequence[str], *, pass_fds: Sequence[int] = (), answers: bool = False
     ) -> Child:
-        """Run ``python -P -m module arguments``. ``answers``: its standard output is kept for :meth:`answer`."""
-        process = await asyncio.create_subprocess_exec(
-            *python_command(module, *arguments),
-            stdin=DEVNULL,
-            stdout=PIPE if answers else DEVNULL,
-            stderr=PIPE,
-            pass_fds=tuple(pass_fds),
-            limit=_LINE_MAX_BYTES,
-        )
+        """Run ``python -P -m module arguments``. ``answers``: its standard output is kept for :meth:`answer`. Raises
+        WorkerDied where the system has no process or descriptors for it.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *python_command(module, *arguments),
+                stdin=DEVNULL,
+                stdout=PIPE if answers else DEVNULL,
+                stderr=PIPE,
+                pass_fds=tuple(pass_fds),
+                limit=_LINE_MAX_BYTES,
+            )
+        except OSError as error:
+            raise WorkerDied(
+                f"the {name} process cannot be started",
+                found=error.strerror,
+                next_step="see the limits of processes, descriptors and memory that the daemon runs under",
+            ) from error
         log.debug("child started", extra={"child": name, "child_pid": process.pid})
         return cls(name, process)
 

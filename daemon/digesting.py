@@ -74,14 +74,11 @@ async def compute(
         arguments += ["--cache-dir", str(cache_dir)]
     for name in trusted_filesystems:
         arguments += ["--trust-filesystem", name]
+    child = await Child.start("digest", MODULE, [*arguments, "--", model], answers=True)
     try:
-        child = await Child.start("digest", MODULE, [*arguments, "--", model], answers=True)
-        try:
-            answer = await child.answer()
-        finally:
-            await child.end()
-    except OSError as error:
-        raise ContractError("the digest process cannot be run", found=str(error)) from error
+        answer = await child.answer()
+    finally:
+        await child.end()
     digest = answer.get("digest")
     if not isinstance(digest, str):
         raise ContractError("the digest process answered without a digest", found=sorted(answer))

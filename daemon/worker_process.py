@@ -151,7 +151,7 @@ def _seal(memory: OwnedFds, kind: MemoryKind) -> None:
 @asynccontextmanager
 async def started_worker(*, yields: bool = False) -> AsyncIterator[Worker]:
     """A worker with the other end of our channel; whatever happens in the block, it is gone after it, unless it was
-    told to stay.
+    told to stay. Raises TransientFailure where it cannot be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     channel = AsyncChannel(ours, outgoing=KEEPER_TO_WORKER, incoming=WORKER_TO_KEEPER)
@@ -159,7 +159,10 @@ async def started_worker(*, yields: bool = False) -> AsyncIterator[Worker]:
         with theirs:
             fd = theirs.fileno()
             arguments = ["--fd", str(fd), *(["--yield"] if yields else [])]
-            child = await Child.start("worker", WORKER_MODULE, arguments, pass_fds=[fd])
+            try:
+                child = await Child.start("worker", WORKER_MODULE, arguments, pass_fds=[fd])
+            except WorkerDied as error:
+                raise TransientFailure(error) from error
         worker = Worker(child, channel)
         try:
             yield worker
