@@ -206,7 +206,8 @@ async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, to
         course = await _ended(where, group, force=force, told=told)
         if course.failure is None:
             return
-        if not wait or where.deadline.passed or course.failure.code != UpdateConflict.code:
+        waits = wait and where.deadline.remaining_s() > 2 * _PAUSE_S
+        if not waits or course.failure.code != UpdateConflict.code:
             raise _error(group, course.failure)
         await asyncio.sleep(_PAUSE_S)
 

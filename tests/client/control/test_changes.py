@@ -181,6 +181,39 @@ def test_a_change_that_is_under_way_is_left_alone_or_ended_by_command(
     assert other.ranks[0].decide(other.transaction, commit=False).outcome == "aborted"
 
 
+def test_a_rollback_that_was_left_open_is_in_the_way_of_another_and_no_more(
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it was for is held, and is what the next one means, too."""
+    first = versions(ranks)
+    update(newer, runtime_dir=at)
+    left = Change(ranks, FromHeld(version=first[0]))
+    left.open()
+    left.prepare()
+    left.prepared()
+    arguments = ["--runtime-dir", str(at)]
+    for words in ([], ["--to", first[0]], ["--wait", "--timeout", "1"]):
+        assert commands.rollback_main([*words, *arguments]) == commands.NOT_NOW_EXIT
+        said = capsys.readouterr().err
+        assert f"another change is under way: {left.transaction}" in said
+        assert "`weightcached update --resolve` ends it" in said
+    steps: queue.Queue[Step] = queue.Queue()
+    where = Where.of(runtime_dir=at, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(lambda: asyncio.run(changes.rollback(where, wait=True, told=steps.put)))
+        while steps.get(timeout=TIMEOUT_S).transaction != left.transaction:
+            pass
+        left.commit()
+        assert waits.result(TIMEOUT_S).already, "it means what was before when it was asked for, whoever brings it back"
+        assert versions(ranks) == first
+    again = Change(ranks, FromHeld(version=rollback(runtime_dir=at).before))
+    again.open()
+    again.prepare()
+    again.prepared()
+    assert commands.rollback_main(["--resolve", *arguments]) == commands.DONE_EXIT
+    assert versions(ranks) == first
+
+
 def test_a_change_whose_coordinator_meets_an_error_is_given_up(ranks: list[Daemon], at: Path, newer: Path) -> None:
     """The error is nobody's who has a part in the protocol: whoever watches raises it."""
 
