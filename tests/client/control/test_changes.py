@@ -214,6 +214,34 @@ def test_a_rollback_that_was_left_open_is_in_the_way_of_another_and_no_more(
     assert versions(ranks) == first
 
 
+def test_what_was_left_is_given_up_by_who_changes_the_weights_himself(
+    ranks: list[Daemon], at: Path, newer: Path, settled_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank has it prepared. Committed, it would be served where the change that follows fails, and would cost
+    what can be rolled back to.
+    """
+    update(other_weights(settled_model, tmp_path / "orphan", number=next(_NUMBERS)), runtime_dir=at)
+    earlier = versions(ranks)
+    update(newer, runtime_dir=at, keep=1)
+    served = [standings(Changer(one).state()) for one in ranks]
+
+    def leave() -> None:
+        left = Change(ranks, from_directory(tmp_path / "left"))
+        left.open()
+        left.prepare()
+        left.prepared()
+
+    other_weights(settled_model, tmp_path / "left", number=next(_NUMBERS))
+    wider = tiny_llama(tmp_path / "wider", intermediate_size=64)
+    arguments = ["--resolve", "--runtime-dir", str(at)]
+    leave()
+    assert commands.update_main(["--model", str(wider), *arguments]) == commands.FAILED_EXIT
+    assert [standings(Changer(one).state()) for one in ranks] == served
+    leave()
+    assert commands.rollback_main(arguments) == commands.DONE_EXIT
+    assert versions(ranks) == earlier
+
+
 def test_a_change_whose_coordinator_meets_an_error_is_given_up(ranks: list[Daemon], at: Path, newer: Path) -> None:
     """The error is nobody's who has a part in the protocol: whoever watches raises it."""
 
