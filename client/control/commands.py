@@ -32,9 +32,9 @@ UNKNOWN_EXIT = 4
 
 _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
-    "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
-    "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
-    "64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
+    "2 it cannot be done (after 1 and 2 nothing that is served has changed by it); 3 it is committed, and ranks\n"
+    "that are away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds\n"
+    "out; 64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
 )
 _WORDS = {
     Phase.LOOK: "looking at every rank",
@@ -54,7 +54,8 @@ def update_main(argv: list[str]) -> int:
     parser = Parser(
         prog="weightcached update",
         description="Have all ranks of a group load MODEL beside what they serve, verify it, and switch: all or none.\n"
-        "What was served stays for `weightcached rollback`. With --resolve and no model: end what another left.",
+        "What was served stays for `weightcached rollback`. With --resolve and no model: end what another left,\n"
+        "committed if every rank has it prepared, else given up.",
         epilog=_EXIT_CODES,
     )
     parser.add_argument(
@@ -97,7 +98,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resolve",
         action="store_true",
-        help="first end a change that is open, whoever began it: committed if every rank has it, else given up",
+        help="first give up a change that is open, whoever began it, and however far it has come",
     )
     parser.add_argument("--align", action="store_true", help="also where ranks serve different versions now")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
