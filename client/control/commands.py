@@ -34,7 +34,9 @@ _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
     "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
     "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
-    "64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
+    "64 bad options. Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1;\n"
+    "once that is being decided: 4. 74 or 141 where standard output cannot be written: they do not say what became\n"
+    "of it. Standard error may be lost: it goes on all the same"
 )
 _WORDS = {
     Phase.LOOK: "looking at every rank",
@@ -120,7 +122,7 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
     shown = Shown(prog, quiet=given.quiet)
     try:
         where = where_of(given, timeout_s=given.timeout)
-        return asyncio.run(_cancelled_by_sigterm(what(given, where, shown)))
+        return asyncio.run(_cancelled_by_signals(what(given, where, shown)))
     except WeightCacheError as error:
         print(one_line(f"{prog}: {error}"), file=sys.stderr)
         if isinstance(error, InvalidOption):
@@ -132,21 +134,28 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
         return _interrupted(prog, shown)
 
 
-async def _cancelled_by_sigterm(work: Coroutine[Any, Any, int]) -> int:
-    """``work``, which SIGTERM cancels as asyncio has Ctrl-C do it. A second one is ignored: giving up is soon over."""
+async def _cancelled_by_signals(work: Coroutine[Any, Any, int]) -> int:
+    """``work``, which SIGTERM and a terminal that is closed cancel as asyncio has Ctrl-C do it. Whatever comes after
+    the first is ignored: giving up is soon over. So is SIGHUP under ``nohup``.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
 
-    def cancel(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
+    def cancel(_: int, __: object) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         if task is not None:
             task.cancel()
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting
 
-    before = signal.signal(signal.SIGTERM, cancel)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, cancel)
     try:
         return await work
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupted(prog: str, shown: Shown) -> int:
@@ -173,19 +182,31 @@ def _show(changed: Changed) -> int:
     if changed.already:
         print(f"{changed.version} is served by every rank already: nothing is changed")
         return DONE_EXIT
-    before = "as before" if changed.version == changed.before else f"instead of {changed.before}"
-    print(f"{changed.version} is served by every rank, {before} ({changed.seconds:.1f} s)")
+    took = f"{_instead(changed)} ({changed.seconds:.1f} s)"
     if not changed.away:
+        print(f"{changed.version} is served by every rank, {took}")
         return DONE_EXIT
-    print(f"except {', '.join(changed.away)}: away, and will read rank 0's record when back", file=sys.stderr)
+    seen, unseen = ", ".join(changed.serving) or "none", ", ".join(changed.away)
+    print(f"{changed.version} is committed, {took}; seen to serve it: {seen}; not seen yet: {unseen}")
+    step = "next step: `weightcached generations` shows when they do"
+    print(f"not seen to serve it yet: {unseen}; each will by itself, as rank 0's record says; {step}", file=sys.stderr)
     return AWAY_EXIT
+
+
+def _instead(changed: Changed) -> str:
+    """What was served before, by every rank."""
+    others = "as before" if changed.version == changed.before else f"instead of {changed.before}"
+    if not changed.differed:
+        return others
+    some = ", ".join(f"instead of {version} on {word}" for word, version in changed.differed)
+    return f"{some}, {others} on the others"
 
 
 def _show_resolved(group: Group, course: Course) -> int:
     away = {group.members[rank].word for rank in course.away} | {*group.missing}
     if course.outcome is not None:
         done = "committed" if course.outcome.is_commit else "given up"
-        print(f"what was left is {done}: {current_version(group)} is served")
+        print(f"what was left is {done}: rank 0 serves {current_version(group)}")
     if not away:
         print("no change is under way")
         return DONE_EXIT

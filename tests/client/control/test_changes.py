@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -24,14 +25,16 @@ import pytest
 from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
-from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.daemons import REAL, TIMEOUT_S, Daemon, scripted_daemon
 from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
 from tests.support.racing import race
+from tests.support.unprivileged import ROOT
 from weightcached.client import attach
 from weightcached.client.control import (
     changes,
     commands,
+    coordinator,
     drop,
     generations,
     held_commands,
@@ -43,6 +46,7 @@ from weightcached.client.control import (
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.daemon.output import UNREAD_EXIT, UNWRITTEN_EXIT
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.control import FromHeld
 from weightcached.protocol.digest_cache import DigestCache
@@ -277,7 +281,7 @@ def test_two_coordinators_at_once(
             assert isinstance(second_end, str | GenerationGone), "what it was to roll back to may be gone by then"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("phase", "status"), [(Phase.WAIT, commands.NOT_NOW_EXIT), (Phase.COMMIT, commands.UNKNOWN_EXIT)]
 )
@@ -305,6 +309,81 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     assert (leader.open is None) is (phase is Phase.WAIT)
     resolve(runtime_dir=at)  # the other rank would read the record by itself, later
     assert (versions(ranks) == first) is (phase is Phase.WAIT)
+
+
+def test_a_change_goes_on_when_a_terminal_that_it_does_not_need_is_closed(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``nohup``, which has SIGHUP ignored."""
+
+    class HungUp(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            signal.raise_signal(signal.SIGHUP)
+
+    first = versions(ranks)
+    monkeypatch.setattr(commands, "Shown", HungUp)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert versions(ranks) != first
+
+
+def test_what_is_committed_names_who_was_seen_to_serve_it_and_who_was_not(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ranks[1].report().pid
+
+    class Stopping(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            if step.phase is Phase.APPLY:
+                os.kill(keeper, signal.SIGSTOP)
+
+    monkeypatch.setattr(commands, "Shown", Stopping)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 1.0)
+    try:
+        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    out, errors = capsys.readouterr()
+    assert status == commands.AWAY_EXIT
+    assert "is committed, instead of " in out
+    assert out.rstrip().endswith("; seen to serve it: tp0of2; not seen yet: tp1of2"), out
+    assert errors.startswith("not seen to serve it yet: tp1of2; "), errors
+    assert "every rank" not in out + errors
+    eventually(lambda: len(set(versions(ranks))) == 1)  # by itself
+
+
+def test_a_change_goes_on_without_who_watches_it_and_lost_output_never_means_that_nothing_changed(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    """As ``update 2>&1 | head``, with an output that is kept or not, and ``update >/dev/full``."""
+    unread, unwritable = os.pipe()
+    os.close(unread)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = partial(subprocess.run, cwd=ROOT, text=True, timeout=TIMEOUT_S)
+    try:
+        place = ["--runtime-dir", str(at)]
+        before = versions(ranks)
+        ended = command([*REAL, "update", "--model", str(newer), *place], stdout=subprocess.PIPE, stderr=unwritable)
+        assert (ended.returncode, "is served by every rank" in ended.stdout) == (0, True)
+        after = versions(ranks)
+        assert after != before
+        ended = command([*REAL, "rollback", *place], stdout=unwritable, stderr=unwritable)
+        assert ended.returncode == UNREAD_EXIT
+        assert versions(ranks) == before
+        ended = command([*REAL, "rollback", "--to", after[0], *place], stdout=full, stderr=subprocess.PIPE)
+        assert (ended.returncode, "all else is done, with status 0" in ended.stderr) == (UNWRITTEN_EXIT, True)
+        assert versions(ranks) == after
+        for words in (["generations"], ["events"], ["ctl", "status"], ["pin", after[0]], ["unpin", after[0]]):
+            ended = command([*REAL, *words, *place], stdout=full, stderr=subprocess.PIPE)
+            assert (ended.returncode, ended.stderr.count("\n")) == (UNWRITTEN_EXIT, 1), ended.stderr
+    finally:
+        os.close(unwritable)
+        os.close(full)
 
 
 def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
