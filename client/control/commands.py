@@ -1,7 +1,8 @@
 """``weightcached update`` and ``weightcached rollback``: other weights at all ranks of a group, or at none.
 
-Exit codes: 0 every rank serves it · 1 not now: another change is under way, or the time is over; nothing changed · 2
-it cannot be done, and nothing changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
+Exit codes: 0 every rank serves it · 1 not now: another change is under way, the time is over, a rank is silent or died,
+or files changed while they were read; nothing changed, and trying again may help · 2 it cannot be done, and nothing
+changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
 was asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
 """
 
@@ -19,7 +20,17 @@ from weightcached.client.control.coordinator import Step, Told
 from weightcached.client.control.course import Course, Phase
 from weightcached.client.control.group import TIMEOUT_S, Group, Where
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
-from weightcached.protocol.errors import DecisionUnknown, InvalidOption, NotReadyError, WeightCacheError
+from weightcached.protocol.errors import (
+    CheckpointChanged,
+    DaemonDraining,
+    DaemonUnreachable,
+    DecisionUnknown,
+    HolderDied,
+    InvalidOption,
+    NotReadyError,
+    WeightCacheError,
+    WorkerDied,
+)
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.text import binary_size, one_line
@@ -31,12 +42,13 @@ AWAY_EXIT = 3
 UNKNOWN_EXIT = 4
 
 _EXIT_CODES = (
-    "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
-    "2 it cannot be done (after 1 and 2 nothing has changed anywhere); 3 it is committed, and ranks that are\n"
-    "away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out;\n"
-    "64 bad options. Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1;\n"
-    "once that is being decided: 4. 74 or 141 where standard output cannot be written: they do not say what became\n"
-    "of it. Standard error may be lost: it goes on all the same"
+    "exit codes: 0 every rank serves it; 1 not now: another change is under way, the time is over, a rank is silent\n"
+    "or a process of it died, or files changed while they were read: try again; 2 it cannot be done (after 1 and 2\n"
+    "nothing has changed anywhere); 3 it is committed, and ranks that were not seen to serve it will read so\n"
+    "themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
+    "Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1; once that is being\n"
+    "decided: 4. 74 or 141 where standard output cannot be written: they do not say what became of it. Standard\n"
+    "error may be lost: it goes on all the same"
 )
 _WORDS = {
     Phase.LOOK: "looking at every rank",
@@ -49,6 +61,8 @@ _WORDS = {
 _Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
 _DECIDING = (Phase.COMMIT, Phase.READ, Phase.APPLY)
 """Where a change may be committed, whatever becomes of its coordinator."""
+_PASSING = (NotReadyError, DaemonUnreachable, DaemonDraining, WorkerDied, HolderDied, CheckpointChanged)
+"""Errors that the same command may not meet when it is given again: somebody is away, or died, or was still writing."""
 
 
 def update_main(argv: list[str]) -> int:
@@ -129,7 +143,7 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
             return USAGE_EXIT
         if isinstance(error, DecisionUnknown):
             return UNKNOWN_EXIT
-        return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
+        return NOT_NOW_EXIT if isinstance(error, _PASSING) else FAILED_EXIT
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _interrupted(prog, shown)
 

@@ -43,6 +43,7 @@ from weightcached.client.control import (
     rollback,
     update,
 )
+from weightcached.client.control import group as group_module
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
@@ -530,6 +531,38 @@ def test_a_worker_that_fails_on_one_rank_fails_the_change_on_all(
         assert versions(ranks) == first
         assert waiting(ranks) == []
         assert [len(Changer(rank).state().generations) for rank in ranks] == [1, 1], "what was prepared is dropped"
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "status"),
+    [
+        ({"kill_at": "memory"}, commands.NOT_NOW_EXIT),
+        ({"fail_at": "job", "fail": {"code": "checkpoint_changed", "message": "?"}}, commands.NOT_NOW_EXIT),
+        ({"fail_at": "job", "fail": {"code": "missing_shard", "message": "?"}}, commands.FAILED_EXIT),
+    ],
+    ids=["dies", "files change meanwhile", "files are missing"],
+)
+def test_a_failure_that_another_try_may_not_meet_has_the_status_that_asks_for_one(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path, spoiled: dict[str, Any], status: int
+) -> None:
+    (tmp_path / "attempts").touch()
+    script = {"spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts"), **spoiled}
+    with group(settled_model, runtime_dir, size=1, scripts={0: script}):
+        assert commands.update_main(["--model", str(newer), "--runtime-dir", str(runtime_dir)]) == status
+
+
+def test_a_stopped_rank_is_told_as_alive_and_asks_for_another_try(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ranks[1].report().pid
+    monkeypatch.setattr(group_module, "ANSWER_S", 1.0)
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    errors = capsys.readouterr().err
+    assert (status, "alive but silent" in errors, "start the daemons" in errors) == (1, True, False), errors
 
 
 @pytest.mark.root
