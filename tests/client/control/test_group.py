@@ -73,6 +73,13 @@ def test_generations_says_who_holds_nothing_and_why_a_daemon_is_silent() -> None
     assert lines[1:] == ["tp1of2: no daemon answers", "live/c: nobody listens", "tp0of2: ready, and holds no weights"]
 
 
+def test_generations_says_what_a_version_was_called_before_its_digest_was_known() -> None:
+    both = "digest:" + "a" * 64, "receipts:" + "b" * 64
+    members = members_of([holding("a", 0, both, ("pushed:c", "pushed:c")), holding("b", 1, both)], "there")
+    lines = [line for line in render(Group(AT, "live", members)) if "is also" in line]
+    assert lines == [f"digest:{'a' * 12} is also receipts:{'b' * 12}"]
+
+
 def test_daemons_of_other_sizes_and_a_rank_twice_are_no_group() -> None:
     with pytest.raises(RanksDisagree, match=r"live/a: tp 1.*live/b: tp 2"):
         members_of([rank("a"), rank("b", tp_size=2)], "there")
