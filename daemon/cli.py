@@ -6,14 +6,12 @@ exit codes are its own module's.
 
 from __future__ import annotations
 
-import os
-import select
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from weightcached.daemon.output import told
 from weightcached.daemon.stopping import stop_signals
 from weightcached.protocol.command_line import INTERRUPTED_EXIT, USAGE_EXIT
 
@@ -60,39 +58,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Subcommand → ("module:function", one line of help). The function takes the arguments and returns the exit status."""
 
 
-UNREAD_EXIT = 128 + signal.SIGPIPE
-"""As of a process that SIGPIPE ends."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status. 64 when there is no such command, 130 when it was interrupted and has no
-    other answer to that.
-
-    Whoever reads the output may stop before its end, as ``head`` does: then the rest is left unsaid, and that is all.
+    other answer to that, 141 or 74 when its output cannot be written (``output.py``).
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = f"weightcached {arguments[0]}" if arguments and arguments[0] in COMMANDS else "weightcached"
     try:
-        try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            sys.stdout.flush()
+        return told(command, lambda: _run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT
-    except BrokenPipeError:
-        if not _is_unread():
-            raise
-        return UNREAD_EXIT
-
-
-def _is_unread() -> bool:
-    """Whether nobody reads standard output any more. If so it is turned away, for Python flushes it once more."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not poll.poll(0):  # POLLERR or POLLHUP, which are always looked for
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return True
 
 
 def _run(arguments: list[str]) -> int:

@@ -245,7 +245,8 @@ class _Meter:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="weightcached digest",
-        description="Print the digest of a checkpoint's content, which is computed once per host.",
+        description="Print the digest of a checkpoint's content, which is computed once per host. It is no version:\n"
+        "those are of content and configuration together (`weightcached generations`).",
         epilog="exit codes: 0 printed; 1 the checkpoint cannot be read; 3 the checkpoint changed meanwhile, or has\n"
         "other receipts than expected; 64 an option or the cache directory cannot be used",
     )

@@ -47,11 +47,16 @@ class Changed:
     version: str
     """What all ranks serve now."""
     before: str
+    """What rank 0 served."""
+    serving: tuple[str, ...]
+    """Ranks that were seen to serve it."""
     away: tuple[str, ...]
     """Ranks that were not seen to switch: they read rank 0's record by themselves, and grant nothing else meanwhile to
     engines that ask for rank 0's version."""
     seconds: float
     already: bool
+    differed: tuple[tuple[str, str], ...] = ()
+    """Ranks that served something else than rank 0 before, and what: with ``align`` only."""
 
 
 async def update(
@@ -141,14 +146,24 @@ async def change(
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
         raise _error(group, course.failure)
     if not course.outcome.is_commit:
-        return Changed(transaction, before, before, (), time.monotonic() - started_s, already=True)
+        everyone = tuple(one.word for one in group.members)
+        return Changed(transaction, before, before, everyone, (), time.monotonic() - started_s, already=True)
     made = next((one.versions for one in course.prepared if one is not None), None)
     away = [group.members[rank].word for rank in sorted(course.away)]
     while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
         away = await _not_serving(where, made)
     version = made.version if made is not None else current_version(await where.group())
-    return Changed(transaction, version, before, tuple(away), time.monotonic() - started_s, already=False)
+    return Changed(
+        transaction,
+        version,
+        before,
+        serving=tuple(one.word for one in group.members if one.word not in away),
+        away=tuple(away),
+        seconds=time.monotonic() - started_s,
+        already=False,
+        differed=_differed(group),
+    )
 
 
 async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
@@ -174,6 +189,16 @@ async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
 def _was_late(course: Course) -> bool:
     """Another was opened first, after we had found none: ours never was."""
     return course.outcome is None and course.failure is not None and course.failure.code == UpdateConflict.code
+
+
+def _differed(group: Group) -> tuple[tuple[str, str], ...]:
+    """The ranks that serve something else than rank 0, and what."""
+    served = [(member.word, state.generation(state.current)) for member, state in group.states()]
+    first = served[0][1]
+    if first is None:
+        return ()
+    others = [(word, one) for word, one in served if one is not None]
+    return tuple((word, one.version) for word, one in others if not held(one).versions.same(held(first).versions))
 
 
 async def _not_serving(where: Where, versions: Versions) -> list[str]:

@@ -1,7 +1,8 @@
 """``weightcached update`` and ``weightcached rollback``: other weights at all ranks of a group, or at none.
 
-Exit codes: 0 every rank serves it · 1 not now: another change is under way, or the time is over; nothing changed · 2
-it cannot be done, and nothing changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
+Exit codes: 0 every rank serves it · 1 not now: another change is under way, the time is over, a rank is silent or died,
+or files changed while they were read; nothing changed, and trying again may help · 2 it cannot be done, and nothing
+changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
 was asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
 """
 
@@ -19,7 +20,17 @@ from weightcached.client.control.coordinator import Step, Told
 from weightcached.client.control.course import Course, Phase
 from weightcached.client.control.group import TIMEOUT_S, Group, Where
 from weightcached.protocol.command_line import USAGE_EXIT, Parser, seconds, whole_number
-from weightcached.protocol.errors import DecisionUnknown, InvalidOption, NotReadyError, WeightCacheError
+from weightcached.protocol.errors import (
+    CheckpointChanged,
+    DaemonDraining,
+    DaemonUnreachable,
+    DecisionUnknown,
+    HolderDied,
+    InvalidOption,
+    NotReadyError,
+    WeightCacheError,
+    WorkerDied,
+)
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME
 from weightcached.protocol.text import binary_size, one_line
@@ -31,10 +42,13 @@ AWAY_EXIT = 3
 UNKNOWN_EXIT = 4
 
 _EXIT_CODES = (
-    "exit codes: 0 every rank serves it; 1 not now: another change is under way, or the time is over;\n"
-    "2 it cannot be done (after 1 and 2 nothing that is served has changed by it); 3 it is committed, and ranks\n"
-    "that are away will read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds\n"
-    "out; 64 bad options. Ctrl-C or SIGTERM gives up what is being prepared: 1; once that is being decided: 4"
+    "exit codes: 0 every rank serves it; 1 not now: another change is under way, the time is over, a rank is silent\n"
+    "or a process of it died, or files changed while they were read: try again; 2 it cannot be done (after 1 and 2\n"
+    "nothing that is served has changed by it); 3 it is committed, and ranks that were not seen to serve it will read so\n"
+    "themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
+    "Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1; once that is being\n"
+    "decided: 4. 74 or 141 where standard output cannot be written: they do not say what became of it. Standard\n"
+    "error may be lost: it goes on all the same"
 )
 _WORDS = {
     Phase.LOOK: "looking at every rank",
@@ -47,6 +61,8 @@ _WORDS = {
 _Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
 _DECIDING = (Phase.COMMIT, Phase.READ, Phase.APPLY)
 """Where a change may be committed, whatever becomes of its coordinator."""
+_PASSING = (NotReadyError, DaemonUnreachable, DaemonDraining, WorkerDied, HolderDied, CheckpointChanged)
+"""Errors that the same command may not meet when it is given again: somebody is away, or died, or was still writing."""
 
 
 def update_main(argv: list[str]) -> int:
@@ -121,33 +137,40 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
     shown = Shown(prog, quiet=given.quiet)
     try:
         where = where_of(given, timeout_s=given.timeout)
-        return asyncio.run(_cancelled_by_sigterm(what(given, where, shown)))
+        return asyncio.run(_cancelled_by_signals(what(given, where, shown)))
     except WeightCacheError as error:
         print(one_line(f"{prog}: {error}"), file=sys.stderr)
         if isinstance(error, InvalidOption):
             return USAGE_EXIT
         if isinstance(error, DecisionUnknown):
             return UNKNOWN_EXIT
-        return NOT_NOW_EXIT if isinstance(error, NotReadyError) else FAILED_EXIT
+        return NOT_NOW_EXIT if isinstance(error, _PASSING) else FAILED_EXIT
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _interrupted(prog, shown)
 
 
-async def _cancelled_by_sigterm(work: Coroutine[Any, Any, int]) -> int:
-    """``work``, which SIGTERM cancels as asyncio has Ctrl-C do it. A second one is ignored: giving up is soon over."""
+async def _cancelled_by_signals(work: Coroutine[Any, Any, int]) -> int:
+    """``work``, which SIGTERM and a terminal that is closed cancel as asyncio has Ctrl-C do it. Whatever comes after
+    the first is ignored: giving up is soon over. So is SIGHUP under ``nohup``.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
 
-    def cancel(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
+    def cancel(_: int, __: object) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         if task is not None:
             task.cancel()
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting
 
-    before = signal.signal(signal.SIGTERM, cancel)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, cancel)
     try:
         return await work
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupted(prog: str, shown: Shown) -> int:
@@ -174,19 +197,31 @@ def _show(changed: Changed) -> int:
     if changed.already:
         print(f"{changed.version} is served by every rank already: nothing is changed")
         return DONE_EXIT
-    before = "as before" if changed.version == changed.before else f"instead of {changed.before}"
-    print(f"{changed.version} is served by every rank, {before} ({changed.seconds:.1f} s)")
+    took = f"{_instead(changed)} ({changed.seconds:.1f} s)"
     if not changed.away:
+        print(f"{changed.version} is served by every rank, {took}")
         return DONE_EXIT
-    print(f"except {', '.join(changed.away)}: away, and will read rank 0's record when back", file=sys.stderr)
+    seen, unseen = ", ".join(changed.serving) or "none", ", ".join(changed.away)
+    print(f"{changed.version} is committed, {took}; seen to serve it: {seen}; not seen yet: {unseen}")
+    step = "next step: `weightcached generations` shows when they do"
+    print(f"not seen to serve it yet: {unseen}; each will by itself, as rank 0's record says; {step}", file=sys.stderr)
     return AWAY_EXIT
+
+
+def _instead(changed: Changed) -> str:
+    """What was served before, by every rank."""
+    others = "as before" if changed.version == changed.before else f"instead of {changed.before}"
+    if not changed.differed:
+        return others
+    some = ", ".join(f"instead of {version} on {word}" for word, version in changed.differed)
+    return f"{some}, {others} on the others"
 
 
 def _show_resolved(group: Group, course: Course) -> int:
     away = {group.members[rank].word for rank in course.away} | {*group.missing}
     if course.outcome is not None:
         done = "committed" if course.outcome.is_commit else "given up"
-        print(f"what was left is {done}: {current_version(group)} is served")
+        print(f"what was left is {done}: rank 0 serves {current_version(group)}")
     if not away:
         print("no change is under way")
         return DONE_EXIT

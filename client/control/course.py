@@ -278,7 +278,8 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
     course = dataclasses.replace(course, prepared=tuple(prepared), bases=(), begun=frozenset())
     if not same_on_all(held):
         versions = ", ".join(f"rank {rank} {one.versions.version}" for rank, one in enumerate(held))
-        return _abort(course, Failure("ranks_disagree", f"the ranks prepared different versions: {versions}"))
+        why = f"the ranks prepared different versions, so the files changed, or are not the same for all: {versions}"
+        return _abort(course, Failure("checkpoint_changed", why))
     if unchanged:
         return _abort(dataclasses.replace(course, unchanged=True), None)
     return dataclasses.replace(course, phase=Phase.COMMIT, may_commit=True, asked=True)

@@ -21,8 +21,10 @@ from weightcached.protocol.control_channel import ask
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
+    DaemonNotReady,
     DaemonUnreachable,
     InvalidOption,
+    NotReadyError,
     RanksDisagree,
     WeightCacheError,
 )
@@ -83,17 +85,25 @@ class Group:
         return [one for one, state in self.states() if state.current is None and state.state in _COMING]
 
     def require_whole(self) -> None:
-        """Raises DaemonUnreachable or DaemonAbsent with the ranks that are missing."""
+        """Raises DaemonNotReady, DaemonUnreachable or DaemonAbsent with the ranks that are missing."""
         if not self.missing:
             return
-        dead = "; ".join(f"{place}: {error}" for place, error in self.silent.items())
-        error = DaemonUnreachable if self.silent else DaemonAbsent
-        raise error(
+        silent = "; ".join(f"{place}: {error.message}" for place, error in self.silent.items())
+        alive = [str(place) for place, error in self.silent.items() if isinstance(error, NotReadyError)]
+        steps = []
+        if alive:
+            steps.append(f"{', '.join(alive)}: alive but silent; is it stopped, starting or very busy?")
+        if len(alive) < len(self.missing):
+            steps.append(
+                "start the daemons of the ranks that are gone" if alive else "start the daemons of these ranks"
+            )
+        error: type[WeightCacheError] = DaemonUnreachable if self.silent else DaemonAbsent
+        raise (DaemonNotReady if len(alive) == len(self.missing) else error)(
             "not every rank of the group is there, and a change is for all or for none",
             expected=f"{len(self.members)} ranks",
-            found=f"without {', '.join(self.missing)}" + (f" ({dead})" if dead else ""),
+            found=f"without {', '.join(self.missing)}" + (f" ({silent})" if silent else ""),
             where=self.where,
-            next_step="start the daemons of these ranks",
+            next_step="; ".join(steps),
         )
 
     def states(self) -> list[tuple[Member, RankState]]:

@@ -39,7 +39,9 @@ def generations_main(argv: list[str]) -> int:
     parser = Parser(
         prog="weightcached generations",
         description="What every rank of a group holds: what it serves, what it keeps for rollback, what is prepared.",
-        epilog="exit codes: 0 every rank is there and serves the same version; 1 not so, or a change is under way;\n"
+        epilog="A version is of content and configuration together: not what `weightcached digest` prints. It is\n"
+        "called receipts:… until the content's digest is known, and digest:… from then on; commands take either.\n\n"
+        "exit codes: 0 every rank is there and serves the same version; 1 not so, or a change is under way;\n"
         "2 nobody answers; 64 bad options",
     )
     parser.add_argument("--json", action="store_true", help="everything, as one JSON document")
@@ -130,9 +132,14 @@ def _waits(state: RankState) -> bool:
 
 
 def render(group: Group) -> list[str]:
-    """The table, and under it who is missing and which change is under way."""
+    """The table, and under it what versions were called before their digest was known, who is missing, and which change
+    is under way."""
     rows = [_row(member.word, one) for member, state in group.states() for one in state.generations]
     lines = table([_HEADING, *rows])
+    named = dict.fromkeys(
+        (one.version, one.receipts_version) for _, state in group.states() for one in state.generations
+    )
+    lines += [f"{_shortened(now)} is also {_shortened(then)}" for now, then in named if now != then]
     lines += [f"{word}: no daemon answers" for word in group.missing]
     lines += [f"{place}: {error}" for place, error in group.silent.items()]
     for member, state in group.states():
@@ -147,14 +154,12 @@ def render(group: Group) -> list[str]:
 
 
 def _row(word: str, one: GenerationInfo) -> tuple[str, ...]:
-    kind, _, rest = one.version.rpartition(":")
-    version = f"{kind}:{rest[:_SHORT]}" if kind else rest[:_SHORT]
     for_a_while = one.pinned and one.pinned_for_s is not None
     pinned = f"{one.pinned_for_s:.0f} s more" if for_a_while else ("yes" if one.pinned else "no")
     return (
         word,
         one.standing,
-        version,
+        _shortened(one.version),
         one.generation[:_SHORT],
         one.origin,
         binary_size(one.resident_nbytes),
@@ -162,6 +167,11 @@ def _row(word: str, one: GenerationInfo) -> tuple[str, ...]:
         pinned,
         duration(one.age_s),
     )
+
+
+def _shortened(version: str) -> str:
+    kind, _, rest = version.rpartition(":")
+    return f"{kind}:{rest[:_SHORT]}" if kind else rest[:_SHORT]
 
 
 def as_json(group: Group) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from weightcached.client import attach
 from weightcached.client.control import ctl_command
 from weightcached.client.verify import against_disk
 from weightcached.daemon.cli import COMMANDS
+from weightcached.daemon.output import UNREAD_EXIT, UNWRITTEN_EXIT
 from weightcached.daemon.text import binary_size, duration, one_line, table
 from weightcached.protocol.config import build_config
 from weightcached.protocol.places import Place
@@ -62,7 +63,23 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback(
         ended = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     finally:
         os.close(written)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    assert (ended.returncode, ended.stderr) == (UNREAD_EXIT, "")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["digest", "--help"], ["status", "--json"]])
+def test_output_that_cannot_be_written_has_a_status_of_its_own_and_a_line_without_a_traceback(
+    runtime_dir: Path, words: list[str]
+) -> None:
+    """A full disk, and a descriptor that was closed before the command began; whether errors can be said or not."""
+    environment = {**os.environ, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)}
+    command = [sys.executable, "-m", "weightcached.daemon", *words]
+    for sink, why in ((">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")):
+        for errors in ("", "2>/dev/full", "2>&-"):
+            shell = ["sh", "-c", f'exec "$@" {sink} {errors}', "sh", *command]
+            ended = subprocess.run(shell, stderr=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_S)
+            assert ended.returncode == UNWRITTEN_EXIT, (shell, ended.stderr)
+            assert ended.stderr.count("\n") == (errors == ""), ended.stderr
+            assert (f"standard output cannot be written: {why}" in ended.stderr) is (errors == "")
 
 
 def test_an_interrupted_command_ends_without_a_traceback(runtime_dir: Path) -> None:

@@ -8,6 +8,7 @@ is one that says nothing more.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -253,7 +254,9 @@ def test_the_command_is_killed_when_it_says_what_it_does(tmp_path: Path, line: s
 
 
 @pytest.mark.timeout(300)
-def test_a_vault_that_is_lost_is_seen_and_the_ranks_are_made_one_again(tmp_path: Path) -> None:
+def test_a_vault_that_is_lost_is_seen_and_the_ranks_are_made_one_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_llama(tmp_path / "model")
     other = other_weights(model, tmp_path / "other")
     with tempfile.TemporaryDirectory(prefix="wc-", dir="/tmp") as name, group(model, Path(name) / "run") as ranks:
@@ -269,5 +272,9 @@ def test_a_vault_that_is_lost_is_seen_and_the_ranks_are_made_one_again(tmp_path:
             assert len(set(versions(both))) == 2
             with pytest.raises(RanksDisagree, match="--align"):
                 update(other, runtime_dir=at, timeout_s=TIMEOUT_S)
-            update(other, runtime_dir=at, timeout_s=TIMEOUT_S, align=True)
+            assert commands.update_main(["--model", str(other), "--align", *where]) == 0
             assert len(set(versions(both))) == 1
+            said = capsys.readouterr().out
+            assert re.search(
+                r"(\S+) is served by every rank, instead of (?!\1)\S+ on tp1of2, \S.* on the others", said
+            ), said

@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -24,14 +25,16 @@ import pytest
 from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
-from tests.support.daemons import TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.daemons import REAL, TIMEOUT_S, Daemon, scripted_daemon
 from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
 from tests.support.racing import race
+from tests.support.unprivileged import ROOT
 from weightcached.client import attach
 from weightcached.client.control import (
     changes,
     commands,
+    coordinator,
     drop,
     generations,
     held_commands,
@@ -40,9 +43,11 @@ from weightcached.client.control import (
     rollback,
     update,
 )
+from weightcached.client.control import group as group_module
 from weightcached.client.control.coordinator import Step
 from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
+from weightcached.daemon.output import UNREAD_EXIT, UNWRITTEN_EXIT
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
 from weightcached.protocol.control import FromHeld
 from weightcached.protocol.digest_cache import DigestCache
@@ -338,7 +343,7 @@ def test_two_coordinators_at_once(
             assert isinstance(second_end, str | GenerationGone), "what it was to roll back to may be gone by then"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("phase", "status"), [(Phase.WAIT, commands.NOT_NOW_EXIT), (Phase.COMMIT, commands.UNKNOWN_EXIT)]
 )
@@ -366,6 +371,81 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     assert (leader.open is None) is (phase is Phase.WAIT)
     resolve(runtime_dir=at)  # the other rank would read the record by itself, later
     assert (versions(ranks) == first) is (phase is Phase.WAIT)
+
+
+def test_a_change_goes_on_when_a_terminal_that_it_does_not_need_is_closed(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``nohup``, which has SIGHUP ignored."""
+
+    class HungUp(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            signal.raise_signal(signal.SIGHUP)
+
+    first = versions(ranks)
+    monkeypatch.setattr(commands, "Shown", HungUp)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert commands.update_main(["--model", str(newer), "--quiet", "--runtime-dir", str(at)]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert versions(ranks) != first
+
+
+def test_what_is_committed_names_who_was_seen_to_serve_it_and_who_was_not(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ranks[1].report().pid
+
+    class Stopping(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            if step.phase is Phase.APPLY:
+                os.kill(keeper, signal.SIGSTOP)
+
+    monkeypatch.setattr(commands, "Shown", Stopping)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 1.0)
+    try:
+        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    out, errors = capsys.readouterr()
+    assert status == commands.AWAY_EXIT
+    assert "is committed, instead of " in out
+    assert out.rstrip().endswith("; seen to serve it: tp0of2; not seen yet: tp1of2"), out
+    assert errors.startswith("not seen to serve it yet: tp1of2; "), errors
+    assert "every rank" not in out + errors
+    eventually(lambda: len(set(versions(ranks))) == 1)  # by itself
+
+
+def test_a_change_goes_on_without_who_watches_it_and_lost_output_never_means_that_nothing_changed(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    """As ``update 2>&1 | head``, with an output that is kept or not, and ``update >/dev/full``."""
+    unread, unwritable = os.pipe()
+    os.close(unread)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = partial(subprocess.run, cwd=ROOT, text=True, timeout=TIMEOUT_S)
+    try:
+        place = ["--runtime-dir", str(at)]
+        before = versions(ranks)
+        ended = command([*REAL, "update", "--model", str(newer), *place], stdout=subprocess.PIPE, stderr=unwritable)
+        assert (ended.returncode, "is served by every rank" in ended.stdout) == (0, True)
+        after = versions(ranks)
+        assert after != before
+        ended = command([*REAL, "rollback", *place], stdout=unwritable, stderr=unwritable)
+        assert ended.returncode == UNREAD_EXIT
+        assert versions(ranks) == before
+        ended = command([*REAL, "rollback", "--to", after[0], *place], stdout=full, stderr=subprocess.PIPE)
+        assert (ended.returncode, "all else is done, with status 0" in ended.stderr) == (UNWRITTEN_EXIT, True)
+        assert versions(ranks) == after
+        for words in (["generations"], ["events"], ["ctl", "status"], ["pin", after[0]], ["unpin", after[0]]):
+            ended = command([*REAL, *words, *place], stdout=full, stderr=subprocess.PIPE)
+            assert (ended.returncode, ended.stderr.count("\n")) == (UNWRITTEN_EXIT, 1), ended.stderr
+    finally:
+        os.close(unwritable)
+        os.close(full)
 
 
 def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
@@ -512,6 +592,38 @@ def test_a_worker_that_fails_on_one_rank_fails_the_change_on_all(
         assert versions(ranks) == first
         assert waiting(ranks) == []
         assert [len(Changer(rank).state().generations) for rank in ranks] == [1, 1], "what was prepared is dropped"
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "status"),
+    [
+        ({"kill_at": "memory"}, commands.NOT_NOW_EXIT),
+        ({"fail_at": "job", "fail": {"code": "checkpoint_changed", "message": "?"}}, commands.NOT_NOW_EXIT),
+        ({"fail_at": "job", "fail": {"code": "missing_shard", "message": "?"}}, commands.FAILED_EXIT),
+    ],
+    ids=["dies", "files change meanwhile", "files are missing"],
+)
+def test_a_failure_that_another_try_may_not_meet_has_the_status_that_asks_for_one(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path, spoiled: dict[str, Any], status: int
+) -> None:
+    (tmp_path / "attempts").touch()
+    script = {"spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts"), **spoiled}
+    with group(settled_model, runtime_dir, size=1, scripts={0: script}):
+        assert commands.update_main(["--model", str(newer), "--runtime-dir", str(runtime_dir)]) == status
+
+
+def test_a_stopped_rank_is_told_as_alive_and_asks_for_another_try(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ranks[1].report().pid
+    monkeypatch.setattr(group_module, "ANSWER_S", 1.0)
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    errors = capsys.readouterr().err
+    assert (status, "alive but silent" in errors, "start the daemons" in errors) == (1, True, False), errors
 
 
 @pytest.mark.root

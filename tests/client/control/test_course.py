@@ -63,7 +63,7 @@ def test_different_versions_are_never_committed() -> None:
     course = preparing(Change("T", "prepared", new("v2")), Change("T", "prepared", new("v3")))
     assert [one.verb for one in asks(course)] == [Verb.ABORT]
     assert course.failure is not None
-    assert (course.failure.code, "v2" in course.failure.why) == ("ranks_disagree", True)
+    assert (course.failure.code, "v2" in course.failure.why) == ("checkpoint_changed", True)
 
 
 @pytest.mark.parametrize(

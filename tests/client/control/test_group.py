@@ -11,7 +11,7 @@ from weightcached.client.control.group import Group, members_of
 from weightcached.client.control.held_commands import render
 from weightcached.client.control.holding import held_by_all
 from weightcached.protocol.control import RankInfo, RankState
-from weightcached.protocol.errors import DaemonAbsent, DaemonUnreachable, RanksDisagree
+from weightcached.protocol.errors import DaemonAbsent, DaemonNotReady, DaemonUnreachable, RanksDisagree
 from weightcached.protocol.messages import GenerationInfo
 from weightcached.protocol.places import Place
 
@@ -53,8 +53,17 @@ def test_a_rank_that_is_missing_is_named_and_a_daemon_that_is_silent_too() -> No
     with pytest.raises(DaemonAbsent, match="without tp0of2-pp1of2, tp1of2-pp1of2"):
         Group(AT, "live", members).require_whole()
     silent = {Place(AT, "live", "c"): DaemonUnreachable("nobody listens")}
-    with pytest.raises(DaemonUnreachable, match="live/c: nobody listens"):
+    with pytest.raises(
+        DaemonUnreachable, match=r"live/c: nobody listens\).*next step: start the daemons of these ranks$"
+    ):
         Group(AT, "live", members, silent).require_whole()
+    alive = {Place(AT, "live", "c"): DaemonNotReady("no answer in time", next_step="allow more time")}
+    step = "live/c: alive but silent; is it stopped, starting or very busy\\?"
+    with pytest.raises(DaemonUnreachable, match=rf"next step: {step}; start the daemons of the ranks that are gone$"):
+        Group(AT, "live", members, alive).require_whole()
+    both = {**alive, Place(AT, "live", "d"): DaemonNotReady("no answer in time")}
+    with pytest.raises(DaemonNotReady, match=r"next step: live/c, live/d: alive but silent; [^;]*$"):
+        Group(AT, "live", members, both).require_whole()
 
 
 def test_generations_says_who_holds_nothing_and_why_a_daemon_is_silent() -> None:
@@ -62,6 +71,13 @@ def test_generations_says_who_holds_nothing_and_why_a_daemon_is_silent() -> None
     silent = {Place(AT, "live", "c"): DaemonUnreachable("nobody listens")}
     lines = render(Group(AT, "live", members, silent))
     assert lines[1:] == ["tp1of2: no daemon answers", "live/c: nobody listens", "tp0of2: ready, and holds no weights"]
+
+
+def test_generations_says_what_a_version_was_called_before_its_digest_was_known() -> None:
+    both = "digest:" + "a" * 64, "receipts:" + "b" * 64
+    members = members_of([holding("a", 0, both, ("pushed:c", "pushed:c")), holding("b", 1, both)], "there")
+    lines = [line for line in render(Group(AT, "live", members)) if "is also" in line]
+    assert lines == [f"digest:{'a' * 12} is also receipts:{'b' * 12}"]
 
 
 def test_daemons_of_other_sizes_and_a_rank_twice_are_no_group() -> None:
