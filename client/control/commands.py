@@ -44,8 +44,8 @@ UNKNOWN_EXIT = 4
 _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, the time is over, a rank is silent\n"
     "or a process of it died, or files changed while they were read: try again; 2 it cannot be done (after 1 and 2\n"
-    "nothing that is served has changed by it); 3 it is committed, and ranks that were not seen to serve it will read so\n"
-    "themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
+    "nothing that is served has changed by it); 3 it is committed, and ranks that were not seen to serve it will\n"
+    "read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
     "Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1; once that is being\n"
     "decided: 4. 74 or 141 where standard output cannot be written: they do not say what became of it. Standard\n"
     "error may be lost: it goes on all the same"
