@@ -368,6 +368,33 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     assert (versions(ranks) == first) is (phase is Phase.WAIT)
 
 
+def test_who_waits_for_anothers_change_says_for_which_once_and_has_changed_nothing_when_interrupted(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[str] = []
+
+    class Interrupting(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            waited.extend([step.waits_for] if step.waits_for else [])
+            if len(waited) == 2 and step.phase is Phase.READ:  # it has looked again, and reads what is decided
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(commands, "Shown", Interrupting)
+    other = Change(ranks, from_directory(newer))
+    other.open()
+    other.prepare()
+    other.prepared()
+    arguments = ["--model", str(newer), "--wait", "--runtime-dir", str(at)]
+    assert commands.update_main(arguments) == commands.NOT_NOW_EXIT
+    said = capsys.readouterr().err
+    whose = f"somebody else's: transaction {other.transaction} (tp0of2 prepared, tp1of2 prepared)"
+    assert (said.count(whose), said.count("somebody else's"), waited[0] in whose) == (1, 1, True)
+    assert "interrupted: nothing that is served has changed" in said
+    other.abort()
+    other.resolve()
+
+
 def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
     ranks: list[Daemon], at: Path, newer: Path
 ) -> None:
