@@ -216,11 +216,11 @@ async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     """End what is open or prepared in the group, whoever began it, as rank 0's record says; what is open is committed
     if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later.
 
-    Raises why it could not be ended.
+    Raises why it could not be ended, unless it was committed all the same: then the course says what is amiss.
     """
     group = await where.group()
     course = await _ended(where, group, force=True, commits=True, told=told)
-    if course.failure is not None:
+    if course.failure is not None and not (course.outcome is not None and course.outcome.is_commit):
         raise _error(group, course.failure)
     return await where.group(), course
 
@@ -236,7 +236,18 @@ async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, to
         waits = wait and where.deadline.remaining_s() > 2 * _PAUSE_S
         if not waits or course.failure.code != UpdateConflict.code:
             raise _error(group, course.failure)
+        told(Step(Phase.LOOK, course.transaction, waits_for=_progress(await where.group(), course.transaction)))
         await asyncio.sleep(_PAUSE_S)
+
+
+def _progress(group: Group, transaction: str | None) -> str:
+    """How far each rank is with that change, for people: whose it is nobody knows, and whether he is alive."""
+    states = [
+        f"{member.word} {state.change.state}"
+        for member, state in group.states()
+        if state.change is not None and state.change.transaction == transaction
+    ]
+    return f"transaction {transaction} ({', '.join(states) or 'open, and not begun at any rank'})"
 
 
 async def _ended(where: Where, group: Group, *, force: bool, commits: bool, told: Told) -> Course:

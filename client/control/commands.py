@@ -59,8 +59,6 @@ _WORDS = {
     Phase.APPLY: "telling every rank",
 }
 _Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
-_DECIDING = (Phase.COMMIT, Phase.READ, Phase.APPLY)
-"""Where a change may be committed, whatever becomes of its coordinator."""
 _PASSING = (NotReadyError, DaemonUnreachable, DaemonDraining, WorkerDied, HolderDied, CheckpointChanged)
 """Errors that the same command may not meet when it is given again: somebody is away, or died, or was still writing."""
 
@@ -175,14 +173,18 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, int]) -> int:
 
 def _interrupted(prog: str, shown: Shown) -> int:
     """A coordinator that is told to stop gives up what is not decided; afterwards it is rank 0's record that counts."""
-    if shown.phase in _DECIDING:
+    if shown.asked:
         print(
             f"{prog}: interrupted while it was decided: it is committed on every rank, or on none; next step: "
             "`weightcached update --resolve` ends it and says which",
             file=sys.stderr,
         )
         return UNKNOWN_EXIT
-    print(f"{prog}: interrupted: what was being prepared is given up; see `weightcached generations`", file=sys.stderr)
+    print(
+        f"{prog}: interrupted: nothing that is served has changed by it, and what it was preparing is given up; see "
+        "`weightcached generations`",
+        file=sys.stderr,
+    )
     return NOT_NOW_EXIT
 
 
@@ -222,6 +224,10 @@ def _show_resolved(group: Group, course: Course) -> int:
     if course.outcome is not None:
         done = "committed" if course.outcome.is_commit else "given up"
         print(f"what was left is {done}: rank 0 serves {current_version(group)}")
+    if course.failure is not None:
+        at = f"{group.members[course.failure.rank].word}: " if course.failure.rank is not None else ""
+        print(one_line(f"{at}{course.failure.why}"), file=sys.stderr)
+        return AWAY_EXIT
     if not away:
         print("no change is under way")
         return DONE_EXIT
@@ -231,20 +237,22 @@ def _show_resolved(group: Group, course: Course) -> int:
 
 class Shown:
     """Progress for people, on standard error: a line for each step, and for each rank when its stage changes. Quiet,
-    it only knows how far the coordinator has come.
+    it only knows whether anything may be committed.
     """
 
     def __init__(self, prog: str, *, quiet: bool = False) -> None:
         self._prog = prog
         self._quiet = quiet
         self._said: dict[str, str] = {}
-        self.phase: Phase | None = None
+        self.asked = False
 
     def __call__(self, step: Step) -> None:
-        self.phase = step.phase
+        self.asked = step.asked
         if self._quiet:
             return
-        if not step.reports and step.phase in _WORDS:
+        if step.waits_for:
+            self._say("another", f"waiting for the end of another change, somebody else's: {step.waits_for}")
+        elif not step.reports and step.phase in _WORDS:
             self._say("", _WORDS[step.phase])
         for word, report in step.reports:
             done = ""

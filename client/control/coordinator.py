@@ -75,6 +75,10 @@ class Step:
     phase: Phase
     transaction: str | None
     reports: tuple[tuple[str, Report], ...] = ()
+    asked: bool = False
+    """Whether something may be committed already that was not before, whatever becomes of this coordinator."""
+    waits_for: str = ""
+    """The change of somebody else that is waited for, and how far each rank is with it."""
 
 
 Told = Callable[[Step], None]
@@ -114,7 +118,7 @@ class Coordinator:
         pushing: asyncio.Task[None] | None = None
         try:
             while asked := asks(course):
-                self._told(Step(course.phase, course.transaction))
+                self._told(Step(course.phase, course.transaction, asked=course.asked))
                 before = course
                 course = after(course, await self._answers(asked))
                 if self._begun is not None and pushing is None and course.phase in (Phase.WAIT, Phase.COMMIT):
@@ -229,7 +233,7 @@ class Coordinator:
         """How far those are who are waited for."""
         waiting = [self._group.members[one.rank] for one in asks(course)]
         reports = await reports_of(waiting, self._told, deadline=self._deadline, allowed=self._allowed)
-        self._told(Step(course.phase, course.transaction, reports))
+        self._told(Step(course.phase, course.transaction, reports, course.asked))
 
 
 async def reports_of(

@@ -131,7 +131,8 @@ class Course:
     """Ranks that took the command to prepare."""
     may_commit: bool = False
     asked: bool = False
-    """Rank 0 was asked to commit: it may be committed, whatever is heard."""
+    """Rank 0 was asked to commit, by this coordinator or by one that saw the same: it may be committed, whatever is
+    heard."""
     unchanged: bool = False
     """Every rank has found that it serves this already: the change is given up, and that is no failure."""
     outcome: Outcome | None = None
@@ -263,7 +264,9 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
         if change is None or change.transaction != course.transaction:
             return _abort(course, Failure("worker_died", "its daemon ended while it prepared the change", rank))
         if change.state == "committed":  # whoever resolved it saw every rank prepared
-            return dataclasses.replace(course, phase=Phase.READ, may_commit=False, bases=(), begun=frozenset())
+            return dataclasses.replace(
+                course, phase=Phase.READ, may_commit=False, asked=True, bases=(), begun=frozenset()
+            )
         if not change.waits:
             if change.state == "aborted":
                 return _abort(course, Failure("update_conflict", _ABORTED, rank))
@@ -296,7 +299,9 @@ def _decided(course: Course, answer: Answer) -> Course:
         return _done(course, Failure("protocol", "rank 0 answered something else than a decision", LEADER))
     if answer.outcome is Outcome.OPEN:
         if course.begins or course.forced:
-            return dataclasses.replace(course, phase=Phase.COMMIT if course.may_commit else Phase.ABORT)
+            if course.may_commit:
+                return dataclasses.replace(course, phase=Phase.COMMIT, asked=True)
+            return dataclasses.replace(course, phase=Phase.ABORT)
         return _done(course, Failure("update_conflict", f"another change is under way: {course.transaction}", LEADER))
     if answer.outcome is Outcome.UNKNOWN:
         return dataclasses.replace(course, phase=Phase.ABORT, may_commit=False)

@@ -93,7 +93,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "which",
         metavar="VERSION|GENERATION",
-        help="a version, at every rank; or one rank's generation; or its beginning",
+        help="a version; or one rank's generation of it, which stands for it at every rank; or its beginning",
     )
     add_place_arguments(parser, name=NAME_OF_ONE)
     return parser

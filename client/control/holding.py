@@ -82,24 +82,28 @@ def _matches(one: GenerationInfo, word: str) -> bool:
 
 
 async def pin(where: Where, word: str, *, pinned: bool = True) -> Group:
-    """Keep a version (or one rank's generation) whatever would have it freed, or no longer. ``word``: or its
-    beginning. The group afterwards."""
+    """Keep a version, every rank's generation of it, whatever would have it freed, or no longer. ``word``: the version,
+    one of these generations, or its beginning. The group afterwards.
+    """
     checked_text("version or generation", word)
     checked_flags(pinned=pinned)
     group = await where.group()
-    for member, generation in _where_held(group, word):
-        await _ask(where, member, Pin(generation=generation, pinned=pinned))
+    for member, one in _where_held(group, word):
+        await _ask(where, member, Pin(generation=one.generation, pinned=pinned))
     return await where.group()
 
 
 async def drop(where: Where, word: str, *, force: bool = False) -> Group:
-    """Free a version (or one rank's generation) that is neither served nor part of a change. ``force``: also one that
-    is pinned or leased. The group afterwards."""
+    """Free a version, every rank's generation of it, that is neither served nor part of a change. ``force``: also one
+    that is pinned or leased. ``word`` as in :func:`pin`. The group afterwards. Where one rank is seen to need it,
+    nothing is asked of those that do not.
+    """
     checked_text("version or generation", word)
     checked_flags(force=force)
     group = await where.group()
-    for member, generation in _where_held(group, word):
-        await _ask(where, member, Drop(generation=generation, force=force))
+    meant = _where_held(group, word)
+    for member, one in sorted(meant, key=lambda each: not _is_needed(*each, force=force)):  # whoever refuses, first
+        await _ask(where, member, Drop(generation=one.generation, force=force))
     return await where.group()
 
 
@@ -115,16 +119,24 @@ async def _ask(where: Where, member: Member, request: Pin | Drop) -> RankState:
         raise
 
 
-def _where_held(group: Group, word: str) -> list[tuple[Member, str]]:
-    """The generations that ``word`` means: at one rank, or one version at all that hold it."""
+def _is_needed(member: Member, one: GenerationInfo, *, force: bool) -> bool:
+    """Whether that rank will refuse to free it, as far as it was seen."""
+    change = member.state.change if member.state is not None else None
+    waits = change is not None and (change.generation, change.state) == (one.generation, "prepared")
+    return waits or one.standing != "previous" or (not force and (one.pinned or one.leases > 0))
+
+
+def _where_held(group: Group, word: str) -> list[tuple[Member, GenerationInfo]]:
+    """The generations that ``word`` means: those of one version, at all ranks that hold it. Of a rank that holds it
+    twice, all where the version is named; where a generation is, that one, and elsewhere those of its standing.
+    """
     states = group.states()
     meant = _one([one for _, state in states for one in state.generations], word, group)
-    if meant.generation.startswith(word):
-        member = next(member for member, state in states if state.generation(meant.generation) is not None)
-        return [(member, meant.generation)]
-    return [
-        (member, one.generation)
-        for member, state in states
-        for one in state.generations
-        if held(one).versions.same(held(meant).versions)
-    ]
+    found: list[tuple[Member, GenerationInfo]] = []
+    for member, state in states:
+        shares = [one for one in state.generations if held(one).versions.same(held(meant).versions)]
+        if meant.generation.startswith(word):
+            named = [one for one in shares if one.generation == meant.generation]
+            shares = named or [one for one in shares if one.standing == meant.standing] or shares
+        found += [(member, one) for one in shares]
+    return found

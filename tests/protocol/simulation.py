@@ -81,6 +81,8 @@ class Scenario:
     """By transaction: one coordinator each."""
     ends: int = 1
     """Coordinators that run `update --resolve`."""
+    giving_up: int = 0
+    """Coordinators that run `rollback --resolve`, as far as they give up what others have left."""
     late: int = 1
     """Commands that are executed after whoever sent them gave up on an answer."""
     deaths: int = 1
@@ -351,7 +353,7 @@ class Simulation:
         """What decides nothing any more is left out: reasons are for people, and one that is done is done."""
         if course.phase is Phase.DONE:
             course = Course(course.size, begins=course.begins, phase=Phase.DONE)
-        course = dataclasses.replace(course, failure=None, outcome=None, away=frozenset())
+        course = dataclasses.replace(course, failure=None, asked=False, outcome=None, away=frozenset())
         return self._id((course, tuple(sorted((answers or {}).items()))))
 
     def _pending(self, coordinator_id: int) -> list[tuple[int, int, bool]]:
@@ -389,6 +391,7 @@ class Simulation:
         world = World(tuple(Rank(held("1")) for _ in range(scenario.size)), Ledger())
         courses = [course_module.begin(scenario.size, one, mixed=scenario.mixed) for one in scenario.plans]
         courses += [course_module.end(scenario.size, forced=True)] * scenario.ends
+        courses += [course_module.end(scenario.size, forced=True, commits=False)] * scenario.giving_up
         coordinators = [self._coordinator(one) for one in courses]
         engines = (self._id(Engine(scenario.size)),) * scenario.engines
         return (self._id(world), (), scenario.late, scenario.deaths, int(bool(scenario.lost)), engines, *coordinators)

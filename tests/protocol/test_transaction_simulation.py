@@ -33,6 +33,9 @@ SCENARIOS = {
     ),
     "an update, and one to what is served": Scenario(2, {"T1": UPDATE, "T2": AGAIN}, ends=0, late=1, deaths=0),
     "an update to what is served, and one that resolves": Scenario(2, {"T1": AGAIN}, ends=1, late=1, deaths=1),
+    "an update, one that resolves and one that gives it up": Scenario(
+        2, {"T1": UPDATE}, ends=1, giving_up=1, late=0, deaths=1
+    ),
     "three ranks, an update and a rollback": Scenario(3, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0),
     "three ranks, an update": Scenario(3, {"T1": UPDATE}, ends=0, late=1, deaths=1),
 }

@@ -49,7 +49,7 @@ from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
 from weightcached.daemon.output import UNREAD_EXIT, UNWRITTEN_EXIT
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
-from weightcached.protocol.control import FromHeld
+from weightcached.protocol.control import FromHeld, Pin, RankState
 from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.errors import (
     CheckpointMismatch,
@@ -448,6 +448,33 @@ def test_a_change_goes_on_without_who_watches_it_and_lost_output_never_means_tha
         os.close(full)
 
 
+def test_who_waits_for_anothers_change_says_for_which_once_and_has_changed_nothing_when_interrupted(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[str] = []
+
+    class Interrupting(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            waited.extend([step.waits_for] if step.waits_for else [])
+            if len(waited) == 2 and step.phase is Phase.READ:  # it has looked again, and reads what is decided
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(commands, "Shown", Interrupting)
+    other = Change(ranks, from_directory(newer))
+    other.open()
+    other.prepare()
+    other.prepared()
+    arguments = ["--model", str(newer), "--wait", "--runtime-dir", str(at)]
+    assert commands.update_main(arguments) == commands.NOT_NOW_EXIT
+    said = capsys.readouterr().err
+    whose = f"somebody else's: transaction {other.transaction} (tp0of2 prepared, tp1of2 prepared)"
+    assert (said.count(whose), said.count("somebody else's"), waited[0] in whose) == (1, 1, True)
+    assert "interrupted: nothing that is served has changed" in said
+    other.abort()
+    other.resolve()
+
+
 def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
     ranks: list[Daemon], at: Path, newer: Path
 ) -> None:
@@ -519,7 +546,7 @@ def test_pinned_versions_stay_and_dropped_ones_go(
     with pytest.raises(UpdateConflict, match="pinned") as refused:
         drop(earlier.version, runtime_dir=at)
     assert str(refused.value.where) == f"tp0of2 at {ranks[0].place.socket_path}"
-    with pytest.raises(UpdateConflict, match=rf"is needed.*where: tp1of2 at {ranks[1].place.socket_path}"):
+    with pytest.raises(UpdateConflict, match=rf"is needed.*where: tp0of2 at {ranks[0].place.socket_path}"):
         drop(str(looked.states()[1][1].current), runtime_dir=at)
     arguments = ["--runtime-dir", str(at)]
     assert held_commands.unpin_main([earlier.version, *arguments]) == 0
@@ -532,6 +559,40 @@ def test_pinned_versions_stay_and_dropped_ones_go(
     assert held_commands.generations_main(arguments) == held_commands.AGREED_EXIT
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows if " current " in row] == [["tp0of2", "current"], ["tp1of2", "current"]]
+
+
+def test_one_ranks_generation_stands_for_its_version_which_is_freed_at_all_or_at_none(
+    ranks: list[Daemon], at: Path, newer: Path
+) -> None:
+    """What only some ranks hold could not be rolled back to, and would lie in their memory."""
+    update(newer, runtime_dir=at)
+    earlier = [next(one for one in Changer(rank).state().generations if one.standing == "previous") for rank in ranks]
+    mine, others = [one.generation for one in earlier]
+
+    def pins() -> list[bool | None]:
+        states = [Changer(rank).state() for rank in ranks]
+        held = [state.generation(one) for state, one in zip(states, (mine, others), strict=True)]
+        return [one.pinned if one is not None else None for one in held]
+
+    pin(others, runtime_dir=at)
+    assert pins() == [True, True]
+    Changer(ranks[0]).ask(Pin(generation=mine, pinned=False), RankState)
+    for word in (mine, earlier[0].version):
+        with pytest.raises(UpdateConflict, match=r"in use.*where: tp1of2 at"):
+            drop(word, runtime_dir=at)
+        assert pins() == [False, True]
+    pin(mine[:16], pinned=False, runtime_dir=at)
+    left = Change(ranks, FromHeld(version=earlier[0].receipts_version))
+    left.open()
+    left.prepare(1)
+    left.prepared(1)
+    with pytest.raises(UpdateConflict, match=r"is needed.*prepared.*where: tp1of2 at"):
+        drop(mine, runtime_dir=at, force=True)
+    left.abort()
+    left.resolve()
+    assert pins() == [False, False]
+    drop(others, runtime_dir=at)
+    assert pins() == [None, None]
 
 
 def test_weights_of_another_configuration_are_refused_by_name_and_nothing_changes(

@@ -99,6 +99,11 @@ def test_it_is_said_when_nobody_knows_whether_it_was_committed() -> None:
     assert (lost.phase, lost.outcome) == (Phase.DONE, None)
     assert lost.failure is not None
     assert lost.failure.code == "decision_unknown"
+    left = after(end(2, forced=True), both(Seen(OLD, Change("X", "prepared", new()), "X")))
+    assert not left.asked
+    lost = given_up(after(after(left, {0: Decision("X", Outcome.OPEN)}), {0: Silence()}), "no answer")
+    assert lost.failure is not None
+    assert (lost.asked, lost.failure.code) == (True, "decision_unknown")
 
 
 def test_a_refused_commit_is_looked_up() -> None:
