@@ -102,7 +102,12 @@ def rollback_main(argv: list[str]) -> int:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=f"to be prepared in (default: {TIMEOUT_S:.0f})"
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT_S,
+        metavar="S",
+        help="to be prepared in; giving up takes six seconds more at most, deciding and telling all thirty "
+        f"(default: {TIMEOUT_S:.0f})",
     )
     parser.add_argument(
         "--wait",

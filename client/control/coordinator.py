@@ -7,7 +7,7 @@ decision is made here. Whoever runs it may die at any point: what it has begun i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightcached.client.control.course import (
@@ -38,9 +38,10 @@ from weightcached.protocol.control import (
     Resolve,
     Source,
 )
-from weightcached.protocol.control_channel import ask
+from weightcached.protocol.control_channel import ask, look
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
+    DaemonAbsent,
     DaemonDraining,
     DaemonNotReady,
     DaemonUnreachable,
@@ -53,7 +54,7 @@ from weightcached.protocol.places import Place
 from weightcached.protocol.transaction import Decision, Held, Versions
 
 SLICE_S = 1.0
-"""For how long one rank is waited for before what the others say is looked at."""
+"""For how long one rank prepares before what the others say is looked at."""
 DECIDING_S = 30.0
 """What deciding, and telling all, may take beyond the time that was given for preparing."""
 PATIENCE_S = 5.0
@@ -62,9 +63,15 @@ ANSWER_S = 30.0
 """For how long a daemon that is there may take over one answer: none of them waits for a load."""
 APPLYING_S = 8.0
 """Within which a rank is asked again to act upon a decision, where it could not read the leader's record."""
+LAST_LOOK_S = 1.0
+"""For finding out who is late, once the time is over."""
+GIVING_UP_S = 5.0
+"""What giving up a change may then take, beyond the time that was given."""
 _PAUSE_S = 0.1
 
-_MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady, DaemonDraining)
+_MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady)
+_GONE = (DaemonAbsent.code, DaemonDraining.code)
+"""Of errors of a rank that is not expected to come back."""
 _BEGINNING = (Verb.DESCRIBE, Verb.OPEN, Verb.PREPARE, Verb.AWAIT)
 
 
@@ -89,7 +96,9 @@ def nobody(_: Step) -> None:
 
 
 class Coordinator:
-    """For one group. ``deadline`` is for finding, opening and preparing."""
+    """For one group. ``deadline`` is for finding, opening and preparing; giving up has six seconds beyond it at most,
+    a commit thirty.
+    """
 
     def __init__(
         self,
@@ -120,11 +129,14 @@ class Coordinator:
             while asked := asks(course):
                 self._told(Step(course.phase, course.transaction, asked=course.asked))
                 before = course
-                course = after(course, await self._answers(asked))
+                answers = await self._answers(asked)
+                course = after(course, answers)
                 if self._begun is not None and pushing is None and course.phase in (Phase.WAIT, Phase.COMMIT):
                     pushing = asyncio.ensure_future(self._begun(str(course.transaction)))
                 if before.phase is course.phase:
-                    course = await self._again(course, pushing)
+                    course = await self._again(course, answers, pushing)
+                if course.phase is Phase.ABORT and before.phase is not Phase.ABORT:
+                    self._hurry(course)
             if pushing is not None:
                 if course.failure is not None:
                     pushing.cancel()
@@ -150,29 +162,80 @@ class Coordinator:
             self._latest = Deadline.after(PATIENCE_S)
             await self._answer(Ask(LEADER, Verb.ABORT, course.transaction))
 
-    async def _again(self, course: Course, pushing: asyncio.Task[None] | None) -> Course:
+    def _hurry(self, course: Course) -> None:
+        """Nothing will change any more: what is left is to have it written down, for which a rank that has ended is not
+        waited for as long as one that may be back.
+        """
+        gone = course.failure is not None and course.failure.code in _GONE
+        soon = Deadline.after(GIVING_UP_S)
+        latest = soon if gone else Deadline(max(soon.at_s, self._deadline.at_s)).within(DECIDING_S)
+        self._latest = Deadline(min(self._latest.at_s, latest.at_s))
+
+    async def _again(self, course: Course, answers: Mapping[int, Answer], pushing: asyncio.Task[None] | None) -> Course:
         """The same is to be asked once more: not for ever."""
         beginning = course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT)
         if beginning and pushing is not None and pushing.done() and pushing.exception() is not None:
             return given_up(course, "what was to be pushed was not")
-        if (self._deadline if beginning else self._latest).passed:
-            waiting = ", ".join(self._group.members[one.rank].word for one in asks(course))
-            return given_up(course, f"{waiting}: {'not prepared' if beginning else 'no answer'} in time")
+        if beginning and self._deadline.passed:
+            return await self._late(course)
+        absent = not beginning and any(
+            isinstance(one, Silence) and one.code == DaemonAbsent.code for one in answers.values()
+        )
+        if not beginning and (absent or self._latest.passed):
+            found = "no weights are cached there any more" if absent else "no answer in time"
+            return given_up(course, f"{self._words(asks(course))}: {found}")
+        if course.phase is Phase.WAIT and (gone := self._released()):
+            return after(course, gone)
         if course.phase is Phase.WAIT:
             await self._show(course)
         else:
             await asyncio.sleep(_PAUSE_S)  # nothing announces a daemon that comes back
         return course
 
-    async def _answers(self, asked: tuple[Ask, ...]) -> dict[int, Answer]:
-        answers = await asyncio.gather(*(self._answer(one) for one in asked))
+    def _released(self) -> dict[int, Refusal]:
+        """Ranks whose place has no daemon any more, also those that had prepared it and are not asked."""
+        found = {}
+        for number, member in enumerate(self._group.members):
+            try:
+                if member.place is not None:
+                    look(member.place, member.place.control_path, self._allowed)
+            except DaemonAbsent as error:
+                found[number] = Refusal(error.code, str(error))
+            except WeightCacheError:
+                continue  # said by what it is asked, if that matters
+        return found
+
+    async def _late(self, course: Course) -> Course:
+        """The time for preparing is over: given up, with the names of those who are not prepared now. Where one kept
+        its answer to itself, others may have become so meanwhile.
+        """
+        answers: Mapping[int, Answer] = {}
+        if course.phase is Phase.WAIT:
+            answers = await self._answers(asks(course), Deadline.after(LAST_LOOK_S))
+            course = after(course, answers)
+            if course.phase is not Phase.WAIT:
+                return course
+        busy = [one for one in asks(course) if isinstance(answers.get(one.rank), Seen)]
+        silent = [one for one in asks(course) if one not in busy]
+        found = [f"{self._words(busy)}: not prepared in time"] if busy else []
+        found += [f"{self._words(silent)}: no answer in time"] if silent else []
+        return given_up(course, "; ".join(found))
+
+    def _words(self, asked: Iterable[Ask]) -> str:
+        return ", ".join(self._group.members[one.rank].word for one in asked)
+
+    async def _answers(self, asked: tuple[Ask, ...], deadline: Deadline | None = None) -> dict[int, Answer]:
+        answers = await asyncio.gather(*(self._answer(one, deadline) for one in asked))
         return {one.rank: answer for one, answer in zip(asked, answers, strict=True)}
 
-    async def _answer(self, one: Ask) -> Answer:
+    async def _answer(self, one: Ask, deadline: Deadline | None = None) -> Answer:
         member = self._group.members[one.rank]
         if member.place is None:
             return Silence("nobody is known to be this rank")
-        deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
+        if deadline is None:
+            deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
+        if one.verb is Verb.AWAIT:
+            deadline = deadline.within(SLICE_S + PATIENCE_S)  # what the others say is not to be missed
         soon = deadline.within(APPLYING_S)
         while True:
             answer = await self._answered(one, member.place, deadline)
@@ -185,6 +248,8 @@ class Coordinator:
         request, answer = self._request(one)
         try:
             found = await ask(place, request, answer, deadline=deadline, patience_s=PATIENCE_S, allowed=self._allowed)
+        except DaemonDraining as error:
+            return Refusal(error.code, str(error)) if one.verb in _BEGINNING else Silence(str(error), error.code)
         except _MAY_COME_BACK as error:
             return Silence(str(error), error.code)
         except UpdateConflict as error:
@@ -232,7 +297,8 @@ class Coordinator:
     async def _show(self, course: Course) -> None:
         """How far those are who are waited for."""
         waiting = [self._group.members[one.rank] for one in asks(course)]
-        reports = await reports_of(waiting, self._told, deadline=self._deadline, allowed=self._allowed)
+        deadline = self._deadline.within(SLICE_S)
+        reports = await reports_of(waiting, self._told, deadline=deadline, allowed=self._allowed)
         self._told(Step(course.phase, course.transaction, reports, course.asked))
 
 
@@ -270,7 +336,8 @@ def seen(state: RankState) -> Seen:
             state.change.error or "",
             state.change.error_code or "",
         )
-    return Seen(held(current) if current is not None else None, change, state.open)
+    stopping = state.state in ("draining", "stopped")
+    return Seen(held(current) if current is not None else None, change, state.open, stopping)
 
 
 def _decision(decided: Decided) -> Decision:

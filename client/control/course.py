@@ -22,6 +22,7 @@ from weightcached.protocol.transaction import Decision, Held, Outcome, same_on_a
 
 LEADER = 0
 _ABORTED = "another coordinator aborted this change; next step: see what is served now, and begin anew"
+_STOPPING = "its daemon was told to end while it prepared the change, and has given it up; next step: start it again"
 
 
 class Verb(StrEnum):
@@ -68,6 +69,8 @@ class Seen:
     current: Held | None
     change: Change | None = None
     open: str | None = None
+    stopping: bool = False
+    """The daemon has been told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +271,8 @@ def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:
                 course, phase=Phase.READ, may_commit=False, asked=True, bases=(), begun=frozenset()
             )
         if not change.waits:
+            if change.state == "aborted" and answer.stopping:
+                return _abort(course, Failure("daemon_draining", _STOPPING, rank))
             if change.state == "aborted":
                 return _abort(course, Failure("update_conflict", _ABORTED, rank))
             return _abort(course, Failure(change.code or "worker_died", change.why or "the change failed", rank))

@@ -25,7 +25,7 @@ import pytest
 from tests.support.cgroups import memory_limit
 from tests.support.checkpoints import settled, tiny_llama
 from tests.support.commanding import Changer, from_directory, other_weights, standings
-from tests.support.daemons import REAL, TIMEOUT_S, Daemon, scripted_daemon
+from tests.support.daemons import REAL, TIMEOUT_S, Daemon, ask, scripted_daemon
 from tests.support.eventually import eventually
 from tests.support.groups import Change, group, versions, waiting
 from tests.support.racing import race
@@ -55,6 +55,7 @@ from weightcached.protocol.errors import (
     CheckpointMismatch,
     ConfigurationError,
     DaemonAbsent,
+    DaemonDraining,
     DaemonNotReady,
     GenerationGone,
     InsufficientMemory,
@@ -64,6 +65,7 @@ from weightcached.protocol.errors import (
     WeightCacheError,
     WorkerDied,
 )
+from weightcached.protocol.messages import Release, Released
 
 _NUMBERS = count(2)
 
@@ -722,6 +724,55 @@ def test_a_slow_rank_is_waited_for_but_not_for_ever(
             update(newer, runtime_dir=runtime_dir, timeout_s=60)
         assert len(set(versions(ranks))) == 1
         assert versions(ranks) != first
+
+
+@pytest.mark.parametrize(
+    ("released", "loads"),
+    [(0, 0), (1, 1), (0, 1)],
+    ids=["rank 0 while it loads", "rank 1 while it loads", "rank 0, which has it prepared"],
+)
+def test_a_rank_that_is_released_ends_the_change_and_is_named(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path, released: int, loads: int
+) -> None:
+    """At once, not when the time is over: it has an hour."""
+    with group(settled_model, runtime_dir, scripts={loads: late(tmp_path)}) as ranks, ThreadPoolExecutor() as threads:
+        other = versions(ranks)[1 - released]
+        changing = threads.submit(update, newer, runtime_dir=runtime_dir)
+        for number, one in enumerate(ranks):
+            one.wait_logged("change", change="preparing" if number == loads else "prepared")
+        began_s = time.monotonic()
+        channel = ranks[released].connect()
+        assert isinstance(ask(channel, Release()), Released)
+        channel.close()
+        with pytest.raises((DaemonDraining, DaemonAbsent), match=rf"not changed on rank tp{released}of2: "):
+            changing.result(TIMEOUT_S)
+        assert time.monotonic() - began_s < 15
+        assert versions([ranks[1 - released]]) == [other]
+
+
+def test_only_who_is_late_is_named_when_the_time_is_over(
+    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 1 hangs, and rank 0 is done while the answer of rank 1 is waited for."""
+    for folder in (tmp_path / "0", tmp_path / "1"):
+        folder.mkdir()
+    scripts = {number: late(tmp_path / str(number)) for number in (0, 1)}
+    with group(settled_model, runtime_dir, scripts=scripts) as ranks, ThreadPoolExecutor() as threads:
+        hung = ranks[1].report().pid
+        began_s = time.monotonic()
+        changing = threads.submit(update, newer, runtime_dir=runtime_dir, timeout_s=8)
+        for one in ranks:
+            one.wait_logged("change", change="preparing")
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            with open(tmp_path / "0" / "pipe", "wb") as pipe:
+                pipe.write(b"1")
+            with pytest.raises(DaemonNotReady, match="not changed: tp1of2: no answer in time"):
+                changing.result(TIMEOUT_S)
+            assert time.monotonic() - began_s < 8 + 8
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        eventually(lambda: waiting(ranks) == [])
 
 
 def test_a_group_that_lacks_a_rank_is_not_changed(settled_model: Path, newer: Path, runtime_dir: Path) -> None:
