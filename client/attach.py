@@ -27,7 +27,7 @@ from weightcached.client.transfer import import_grant
 from weightcached.client.wanted import Wanted
 from weightcached.client.weights import WeightSet
 from weightcached.protocol.channel import Channel
-from weightcached.protocol.config import Provenance, abbreviated, build_config
+from weightcached.protocol.config import CacheConfig, Provenance, abbreviated, build_config
 from weightcached.protocol.content import weights_visible
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.engine_key import EngineKey
@@ -49,10 +49,11 @@ Mode = Literal["off", "client", "require"]
 
 @dataclass(frozen=True)
 class _Terms:
-    """Where the lease is to be had, whom to trust there, and how it is held."""
+    """Where the lease is to be had, whom to trust there, of which config, and how it is held."""
 
     place: Place
     allowed: AllowList
+    config: CacheConfig
     engine_name: str
     heartbeat_s: float
     on_stale: OnStale
@@ -69,6 +70,7 @@ class _Terms:
             allowed=self.allowed,
             generation=grant.generation,
             manifest_sha256=grant.manifest_sha256,
+            config=self.config,
             engine_name=self.engine_name,
             client_version=options.client_version(),
         )
@@ -134,7 +136,7 @@ def attach(
     (:class:`Lease`). One that is silent for ``heartbeat_s`` is asked, and given up after as long again, so that one
     that hangs is noticed within twice as long. ``on_stale`` says what to do when the place serves other weights from
     then on: ``keep`` what is mapped, ``exit`` the process with status 75, or a function to be called with the reason
-    and the daemon's report (or None).
+    and the daemon's report (or None). Who keeps going can still stage and swap in what is served then.
 
     Memory of kind ``cuda-ipc`` is gone with the daemon, or with the process that holds it for the daemon: then this
     process is ended with status 69. ``on_holder_lost`` is a function to be called first, with the reason, if there is
@@ -154,14 +156,6 @@ def attach(
     place = Place(runtime_directory(runtime_dir), name, device_of(parallel, home.device))
     timeout_s = options.checked_seconds("timeout_s", timeout_s)
     wait_for_daemon_s = options.checked_seconds("wait_for_daemon_s", wait_for_daemon_s)
-    terms = _Terms(
-        place,
-        AllowList(frozenset(allow_uids), frozenset(allow_gids)),
-        options.engine_name(engine_name),
-        options.checked_heartbeat(heartbeat_s),
-        checked_policy(on_stale),
-        holder.checked_policy(on_holder_lost),
-    )
     model_dir = resolve(model)
     wanted = Wanted(
         model_dir,
@@ -179,6 +173,15 @@ def attach(
         options.checked_digest(digest, want),
         None if cache_dir is None else Path(cache_dir),
         frozenset(map(checked_name, trusted_filesystems)),
+    )
+    terms = _Terms(
+        place,
+        AllowList(frozenset(allow_uids), frozenset(allow_gids)),
+        wanted.config,
+        options.engine_name(engine_name),
+        options.checked_heartbeat(heartbeat_s),
+        checked_policy(on_stale),
+        holder.checked_policy(on_holder_lost),
     )
     if mode == "off" and engine is not None:
         raise InvalidOption("an engine's layout is not loaded from disk", expected="client or require", found=mode)

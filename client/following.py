@@ -1,7 +1,8 @@
 """Is another generation granted now than the one in use here? For an engine that asks between its steps.
 
 Owns :class:`Follower`: it remembers what the daemon has published, and asks where it could not have heard (before it
-followed, and while the lease was lost). It decides nothing: engines of several ranks agree on a version first
+followed, and while the lease was lost). Of a daemon that was started anew and serves other weights, with which there is
+no lease, it hears what the lease finds out. It decides nothing: engines of several ranks agree on a version first
 (``agreement.py``).
 """
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weightcached.client import forks
 from weightcached.protocol.errors import InvalidOption
-from weightcached.protocol.messages import Event
+from weightcached.protocol.messages import Event, Report
 
 if TYPE_CHECKING:
     from weightcached.client.weights import WeightSet
@@ -49,6 +50,7 @@ class Follower:
         forks.in_child(self, Follower._begin_anew_in_child)
         lease.on_event(self._heard)
         lease.on_resumed(lambda _: self._may_have_missed())
+        lease.on_served(self._found)
 
     def pending(self, *, timeout_s: float = 5.0) -> Published | None:
         """What to switch to, if anything. Costs nothing unless the daemon may have published unheard: then it is asked,
@@ -57,9 +59,8 @@ class Follower:
         if self._unheard and self._lease.state == "connected":
             report = self._lease.status(timeout_s=timeout_s)
             with self._changed:
-                current = next((one for one in report.held if one.standing == "current"), None)
-                if self._unheard and current is not None:
-                    self._published = Published(current.generation, current.version, current.receipts_version)
+                if self._unheard:
+                    self._published = _granted(report) or self._published
                 self._unheard = False
         published = self._published
         return None if published is None or published.generation == self._weights.generation else published
@@ -90,7 +91,19 @@ class Follower:
                 self._unheard = False
             self.nudge()
 
+    def _found(self, report: Report) -> None:
+        """What the place serves, to whose daemon there is no lease."""
+        with self._changed:
+            self._published = _granted(report) or self._published
+        self.nudge()
+
     def _may_have_missed(self) -> None:
         with self._changed:
             self._unheard = True
         self.nudge()
+
+
+def _granted(report: Report) -> Published | None:
+    """What a daemon that says this grants; None where that is nothing yet."""
+    current = next((one for one in report.held if one.standing == "current"), None)
+    return None if current is None else Published(current.generation, current.version, current.receipts_version)

@@ -6,7 +6,8 @@ noticed by heartbeat. What is said on the connection is ``conversation.py``'s, o
 
 Losing the daemon does not take the weights away: memory that is held by descriptors and mappings outlives it. The
 engine goes on, ``detached``, until a daemon serves the very same generation again (one that adopted it), or another
-one: then it is ``stale``, and goes on too, unless it chose otherwise.
+one: then it is ``stale``, and goes on too, unless it chose otherwise. What is served then can still be staged, by a
+fresh connection; once it is in use, the lease is of that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from weightcached.client import forks
 from weightcached.client.backoff import Backoff
@@ -49,9 +50,10 @@ class Lease:
     """Owns ``channel``, on which a grant has just arrived. Safe to use from several threads.
 
     ``connected`` ⇄ ``detached`` (the daemon is gone, hangs, or broke the contract: it is looked for again and again),
-    and from there ``stale`` (the place serves another generation: final). ``closed`` after :meth:`close`. In a forked
-    child it is ``detached`` for good: the lease is its parent's. It lives until it is closed, even if nobody refers
-    to it any more: tensors may be in use that nobody can see from here.
+    and from there ``stale`` (the place serves another generation) until one comes into use here that the place serves:
+    then it is ``connected`` again. ``closed`` after :meth:`close`. In a forked child it is ``detached`` for good: the
+    lease is its parent's. It lives until it is closed, even if nobody refers to it any more: tensors may be in use that
+    nobody can see from here.
 
     A daemon that dies is noticed at once, one that hangs within ``2 * heartbeat_s``. Callbacks run in the watcher's
     thread, which does nothing else meanwhile: one that blocks delays all that comes after it. They are not called
@@ -68,7 +70,7 @@ class Lease:
         self.losses = 0
         """How often the daemon was lost."""
         self.resumes = 0
-        """How often a daemon was found again that serves the same generation."""
+        """How often a daemon was found again that serves the generation in use."""
         self._rejoin = rejoin
         self._losses_before_switch = 0
         self._heartbeat_s = heartbeat_s
@@ -82,6 +84,7 @@ class Lease:
         self._on_resumed: list[Callable[[float], object]] = []
         self._on_stale: list[StaleCallback] = [] if isinstance(on_stale, str) else [on_stale]
         self._on_event: list[Callable[[Event], object]] = []
+        self._on_served: list[Callable[[Report], object]] = []
         self._wake = Wake()
         self._channel = channel
         self._conversation = self._new_conversation()
@@ -104,7 +107,9 @@ class Lease:
 
     @property
     def obstacle(self) -> str | None:
-        """What the latest attempt to resume met; None before the first, and while the lease is connected."""
+        """What the latest attempt to resume met; None before the first, and while nothing is attempted: the lease is
+        connected, or stale.
+        """
         return None if self._obstacle is None else str(self._obstacle)
 
     def on_lost(self, callback: Callable[[str], object]) -> None:
@@ -121,9 +126,9 @@ class Lease:
             self._on_resumed.append(callback)
 
     def on_stale(self, callback: StaleCallback) -> None:
-        """Have ``callback(reason, report)`` called, once, when the place serves another generation; here and now if it
-        does already. ``report`` is what the daemon says about itself then, None when it does not. Under policy
-        ``exit`` the process ends as soon as it returns.
+        """Have ``callback(reason, report)`` called, once each time, when the place serves another generation; here and
+        now if it does already. ``report`` is what the daemon says about itself then, None when it does not. Under
+        policy ``exit`` the process ends as soon as it returns.
         """
         with self._changed:
             self._on_stale.append(callback)
@@ -135,6 +140,17 @@ class Lease:
         """Have ``callback(event)`` called with everything that the daemon says unasked."""
         with self._changed:
             self._on_event.append(callback)
+
+    def on_served(self, callback: Callable[[Report], object]) -> None:
+        """Have ``callback(report)`` called, while the lease is stale, with what the place's daemon says about itself:
+        each time that it serves another generation than before; here and now if it is known. It is asked every two
+        seconds then, by connections of their own, because no events come.
+        """
+        with self._changed:
+            self._on_served.append(callback)
+            report = self._report if self._state == "stale" else None
+        if report is not None:
+            callback(report)
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Block until the daemon is lost, or no time if it is; whether that is so. False at the timeout, or when the
@@ -166,11 +182,14 @@ class Lease:
         self, *, generation: str | None = None, version: str | None = None, timeout_s: float = 60.0
     ) -> tuple[Grant, OwnedFds]:
         """Ask for another generation, by id or version, or the one that is granted now. The caller owns the descriptors
-        and says then what became of it: :meth:`using` or :meth:`keep_using`.
+        and says then what became of it: :meth:`using` or :meth:`keep_using`. A lease that is stale asks by a connection
+        of its own, whose lease ends with the answer: the descriptors hold the memory.
 
         Raises as :meth:`ping` does, and what the daemon refuses with (GenerationGone).
         """
         self._losses_before_switch = self.losses
+        if self._state == "stale":
+            return self._rejoin.granted_anew(generation=generation, version=version, timeout_s=timeout_s)
         conversation = self._connected()
         try:
             return conversation.switch(Switch(generation=generation, version=version), timeout_s=timeout_s)
@@ -189,6 +208,7 @@ class Lease:
             told = self.losses == self._losses_before_switch
         if not told:  # the lease that was asked on is gone, and another was had for the generation before
             self.keep_using()
+        self._wake.nudge()  # a lease that is stale may be had for this one
 
     def keep_using(self) -> None:
         """Have the daemon know which generation is in use here, whatever was asked for by :meth:`switch`. Waits for
@@ -228,8 +248,7 @@ class Lease:
     def _watch(self) -> None:
         """The watcher's life."""
         try:
-            gone = self._hold()
-            self._go_stale(gone, self._rejoin.report(self._wake, silence_s=2 * self._heartbeat_s))
+            self._hold()
         except Ended:
             pass
         except Exception:
@@ -239,16 +258,13 @@ class Lease:
             self._channel.close()
             self._wake.close()
 
-    def _hold(self) -> GenerationGone:
-        """Have the lease, lose it, have it again, until there is none to be had. Raises Ended."""
+    def _hold(self) -> NoReturn:
+        """Have the lease, lose it, have it again. Raises Ended."""
         while True:
             reason = self._conversation.follow()
             lost_s = time.monotonic()
             self._lose(reason)
-            try:
-                self._resume(self._come_back(), lost_s)
-            except GenerationGone as gone:
-                return gone
+            self._resume(self._come_back(), lost_s)
 
     def _lose(self, reason: str) -> None:
         told = self._move("detached", reason, self._on_lost)
@@ -257,7 +273,9 @@ class Lease:
             self._tell(told, reason)
 
     def _come_back(self) -> Grant:
-        """Try until the lease is had again; the channel then is the new one. Raises GenerationGone, Ended."""
+        """Try until the lease is had again; the channel then is the new one. Where the place serves another generation
+        that is when one has come into use that it serves. Raises Ended.
+        """
         backoff = Backoff()
         while True:
             self._wake.wait(backoff.next_s())
@@ -265,9 +283,10 @@ class Lease:
             try:
                 self._channel, grant = rejoin.attempt(self._wake, silence_s=2 * self._heartbeat_s)
                 return grant
-            except GenerationGone:
+            except GenerationGone as gone:
                 if rejoin is self._rejoin:  # else another one came into use meanwhile: that may be served
-                    raise
+                    self._be_stale(gone, rejoin)
+                backoff = Backoff()
             except (WeightCacheError, OSError) as error:
                 if type(error) is not type(self._obstacle):
                     level = logging.INFO if isinstance(error, _PASSING) else logging.WARNING
@@ -286,9 +305,26 @@ class Lease:
             logger.info("resumed the lease at %s after %.3f s", self.where, detached_s)
             self._tell(told, detached_s)
 
+    def _be_stale(self, gone: GenerationGone, rejoin: Rejoin) -> None:
+        """Blocks until another generation is in use than ``rejoin`` is for, and says meanwhile what the place serves,
+        if anybody wants to know. Raises Ended.
+        """
+        silence_s = 2 * self._heartbeat_s
+        report = rejoin.report(self._wake, silence_s=silence_s)
+        self._go_stale(gone, report)
+        served: str | None = None
+        backoff = Backoff()
+        while self._rejoin is rejoin:
+            if report is not None and report.generation not in (None, served):
+                self._report, served = report, report.generation
+                self._tell(tuple(self._on_served), report)
+            self._wake.wait(backoff.next_s())
+            if self._on_served:
+                report = rejoin.report(self._wake, silence_s=silence_s)
+
     def _go_stale(self, gone: GenerationGone, report: Report | None) -> None:
         reason = str(gone)
-        self._report = report
+        self._report, self._obstacle = report, None
         told = self._move("stale", reason, self._on_stale)
         if told is not None:
             logger.warning("no lease any more at %s: %s; the weights in use stay what they are", self.where, reason)
@@ -326,7 +362,7 @@ class Lease:
         self._channel.close()
         self._wake.let_go_in_child()
         self._conversation.let_go_in_child()
-        for callbacks in (self._on_lost, self._on_resumed, self._on_stale, self._on_event):
+        for callbacks in (self._on_lost, self._on_resumed, self._on_stale, self._on_event, self._on_served):
             callbacks.clear()
-        if self._state in ("connected", "detached"):
+        if self._state != "closed":
             self._state, self._reason = "detached", "this process is a forked child: its parent has the lease"

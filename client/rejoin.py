@@ -1,7 +1,8 @@
 """The way back to a daemon, for an engine that lost it and has the weights mapped already.
 
 Owns one attempt: reach whoever serves the place now, with the same checks as an attach, ask for the lease of exactly
-the generation and manifest that are mapped here, and judge the answer. When to try again is ``lease.py``'s.
+the generation and manifest that are mapped here, and judge the answer; and, where the place serves others, asking for
+those as an attach does. When to try again is ``lease.py``'s.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 
 from weightcached.client.connect import reach
 from weightcached.client.counters import fallbacks
-from weightcached.client.exchange import error_of, require_no_descriptors
+from weightcached.client.evidence import Evidence
+from weightcached.client.exchange import Request, error_of, negotiate, require_no_descriptors
 from weightcached.client.wake import Wake
 from weightcached.protocol.channel import Channel
+from weightcached.protocol.config import CacheConfig, abbreviated
 from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import (
     DaemonAbsent,
@@ -24,6 +27,7 @@ from weightcached.protocol.errors import (
     ProtocolError,
     WeightCacheError,
 )
+from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
 from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
@@ -48,6 +52,7 @@ class Rejoin:
     allowed: AllowList
     generation: str
     manifest_sha256: str
+    config: CacheConfig
     engine_name: str
     client_version: str
 
@@ -81,6 +86,41 @@ class Rejoin:
             channel.close()
             raise
         return channel, answer
+
+    def granted_anew(self, *, generation: str | None, version: str | None, timeout_s: float) -> tuple[Grant, OwnedFds]:
+        """What the place serves now, or another ``version`` that it holds, as an attach would be granted it: the caller
+        owns the descriptors. Nobody has a lease then. Blocks, in any thread, while the daemon is still loading.
+
+        Raises what the daemon refuses with, GenerationGone where that is not ``generation``, DaemonAbsent,
+        DaemonNotReady, DaemonUnreachable and what else an attach raises.
+        """
+        want = version or "current"
+        entries = abbreviated(self.config.entries())
+        request = Request(
+            self.config, entries, want, self.engine_name, os.getpid(), self.client_version, where=self.where
+        )
+        channel = self._reach()
+        try:
+            grant, fds = negotiate(
+                channel,
+                request,
+                Evidence(),
+                prove=lambda evidence: evidence,
+                deadline=Deadline.after(timeout_s),
+                progress=None,
+            )
+        finally:
+            channel.close()
+        if generation not in (None, grant.generation) or want not in ("current", grant.version, grant.receipts_version):
+            fds.close()
+            raise GenerationGone(
+                "the daemon, which was started anew, grants another generation than was asked for",
+                expected=generation or want,
+                found=f"{grant.generation}, version {grant.version}",
+                where=self.where,
+                next_step="stage what it serves now, or name the version",
+            )
+        return grant, fds
 
     def report(self, wake: Wake, *, silence_s: float) -> Report | None:
         """What the place's daemon says about itself; None when it cannot be had. Raises Ended."""

@@ -264,8 +264,8 @@ class Commands:
 
     def _require_droppable(self, asked: Drop) -> None:
         held = self._record.generations
-        standing = held.standing(asked.generation)
-        if standing != "previous" or asked.generation == held.prepared:
+        standing = "prepared" if asked.generation == held.prepared else held.standing(asked.generation)
+        if standing != "previous":
             raise UpdateConflict(
                 "this generation is needed",
                 expected="one that is neither served nor part of a change",

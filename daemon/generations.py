@@ -91,9 +91,11 @@ class Generations:
         return generation_id == self._current
 
     def standing(self, generation_id: str) -> Standing:
+        """One that was served before is ``previous`` also while a rollback to it waits for a decision."""
         if self.is_current(generation_id):
             return "current"
-        return "prepared" if generation_id == self.prepared else "previous"
+        held = self._held.get(generation_id)
+        return "prepared" if held is not None and held.staged else "previous"
 
     def add(self, published: Published) -> None:
         """Hold another one, as the newest."""

@@ -53,7 +53,9 @@ class LoadRequest:
 
 
 class ServedAlready(Exception):
-    """The files are those that ``served`` of the request came from, and nothing was read or allocated."""
+    """What a change would make is what is served: nothing is to be made. Of files: those that ``served`` of the request
+    came from, of which nothing was read; of a push: it left every byte as it was.
+    """
 
 
 async def load(request: LoadRequest, progress: ProgressTracker) -> Generation:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from weightcached.daemon.buckets import make_bucket
 from weightcached.daemon.filling import Filling, Identity, admitted, started_filling
 from weightcached.daemon.generation import CheckpointReceipts, Generation
+from weightcached.daemon.loading import ServedAlready
 from weightcached.daemon.progress import ProgressTracker
 from weightcached.protocol.assigned import is_assigned
 from weightcached.protocol.errors import ProtocolError
@@ -46,8 +47,8 @@ HandOver = Callable[[Staged, OwnedFds], None]
 async def load_pushed(request: PushRequest, progress: ProgressTracker, hand_over: HandOver) -> Generation:
     """Run one worker until a trainer has filled everything. The caller owns the generation.
 
-    Raises TransientFailure or the error of a permanent cause. Cancelled or failed, the worker is gone and its memory
-    closed when this returns.
+    Raises TransientFailure or the error of a permanent cause; ServedAlready where nothing of ``request.base`` changes
+    at any rank. Cancelled or failed, the worker is gone and its memory closed when this returns.
     """
     base, stage = request.base, request.stage
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -111,6 +112,8 @@ async def _give_memory(filling: Filling, base: Generation, buckets: OwnedFds) ->
 
 def _identity(request: PushRequest, done: Done) -> Identity:
     base, version = request.base, done.assigned_version
+    if version == base.receipts_version:
+        raise ServedAlready(f"generation {base.id}")
     if version is None or not is_assigned(version):
         raise ProtocolError("the worker took what was pushed without a version of its own", found=version)
     return Identity(

@@ -23,6 +23,7 @@ from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import GenerationInfo, LeaseInfo, Report
 from weightcached.protocol.place_options import NAME_OF_ALL, add_place_arguments, allow_list
 from weightcached.protocol.places import runtime_directory
+from weightcached.protocol.transaction import Held, Versions, same_on_all
 
 _LEASES_SHOWN = 20
 _HEADING = ("PLACE", "STATE", "MODEL", "RANK", "LAYOUT", "PROGRESS", "RESIDENT", "LEASES", "VERSION", "DAEMON")
@@ -39,12 +40,13 @@ def exit_code(seen: Sequence[Seen]) -> int:
 
 
 def render(seen: Sequence[Seen], gpus: Sequence[Gpu] = ()) -> list[str]:
-    """The table, and under it what does not fit in a row: leases, why something is wrong, and the memory of the GPUs
-    that the places are on.
+    """The table, and under it what does not fit in a row: leases, why something is wrong, ranks that serve different
+    versions, and the memory of the GPUs that the places are on.
     """
     lines = table([_HEADING, *(_row(one) for one in seen)])
     for one in seen:
         lines += _details(one)
+    lines += _apart(seen)
     devices = {one.place.device for one in seen}
     lines += [in_words(gpu) for gpu in gpus if gpu.device in devices]
     return [one_line(line) for line in lines]
@@ -112,6 +114,22 @@ def _details(one: Seen) -> list[str]:
     if report.last_error is not None:
         lines.append(f"last error: {report.last_error}")
     return [f"{one.place}: {line}" for line in lines]
+
+
+def _apart(seen: Sequence[Seen]) -> list[str]:
+    """A line for each name whose ranks serve different versions: for a moment in each change, or until it is mended."""
+    serving: dict[str, list[tuple[str, GenerationInfo]]] = {}
+    for one in seen:
+        if one.report is not None and (word := _rank(one, one.report)) != "tp0of1":
+            current = [(word, info) for info in one.report.held if info.standing == "current"]
+            serving.setdefault(one.place.name, []).extend(current)
+    return [
+        f"{name}: its ranks serve different versions: "
+        f"{', '.join(f'{word} {_short(one.version)}' for word, one in ranks)}; "
+        f"next step: unless a change comes in just now, `weightcached update --align --name {name}`, to any of them"
+        for name, ranks in serving.items()
+        if not same_on_all([Held(one.generation, Versions(one.version, one.receipts_version)) for _, one in ranks])
+    ]
 
 
 def _held(one: GenerationInfo) -> str:

@@ -95,10 +95,14 @@ class Filled(Message):
     pushed_nbytes: Count
     kept_nbytes: Count
     """Resident bytes that were taken from the generation before."""
+    unchanged: bool
+    """All of them are what that generation has, whatever was pushed."""
 
 
 class Assign(Message):
-    """The version, equal on all ranks. It goes into the manifest."""
+    """The version, equal on all ranks. It goes into the manifest. Where every rank has said ``unchanged`` each is
+    assigned that of the generation before: then nothing is made, and what is served is what was pushed.
+    """
 
     version: ShortText
 

@@ -2,7 +2,7 @@
 
     from weightcached.client.control import update, rollback, generations
 
-    changed = update("/models/finetune-7", name="default", keep=1)     # blocks; raises, and then nothing has changed
+    changed = update("/models/finetune-7", name="default", keep=1)     # blocks; raises, and what is served is as before
     rollback()
 
 Each takes ``runtime_dir``, ``name``, ``timeout_s`` and ``allowed`` (whom to trust as a daemon, beside root and this

@@ -72,9 +72,9 @@ async def update(
     """Have all ranks load ``model``, a directory or a hub id, beside what they serve, and then switch.
 
     ``keep``: how many earlier generations stay for rollback. ``wait``: for ranks that still load or do not answer yet,
-    for another change that is under way, and until every rank was seen to switch. ``force``: end another change that
-    is open. ``align``: also where ranks serve different versions now. Raises the error of the rank that could not; then
-    nothing has changed anywhere.
+    for another change that is under way, and until every rank was seen to switch. ``force``: give up another change
+    that is open, however far it has come. ``align``: also where ranks serve different versions now. Raises the error of
+    the rank that could not; then nothing that is served has changed.
     """
     source = await asyncio.to_thread(_checkpoint, model)
     return await change(where, source, keep=keep, wait=wait, force=force, align=align, told=told)
@@ -219,26 +219,29 @@ async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     Raises why it could not be ended.
     """
     group = await where.group()
-    course = await _ended(where, group, force=True, told=told)
+    course = await _ended(where, group, force=True, commits=True, told=told)
     if course.failure is not None:
         raise _error(group, course.failure)
     return await where.group(), course
 
 
 async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, told: Told) -> None:
-    """What was decided and not read everywhere is no obstacle; what is open is another's, unless ``force``."""
+    """What was decided and not read everywhere is no obstacle; what is open is another's, unless ``force``: then it is
+    given up. Committed, it would be what is served if ours fails, and cost what can be rolled back to.
+    """
     while True:
-        course = await _ended(where, group, force=force, told=told)
+        course = await _ended(where, group, force=force, commits=False, told=told)
         if course.failure is None:
             return
-        if not wait or where.deadline.passed or course.failure.code != UpdateConflict.code:
+        waits = wait and where.deadline.remaining_s() > 2 * _PAUSE_S
+        if not waits or course.failure.code != UpdateConflict.code:
             raise _error(group, course.failure)
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _ended(where: Where, group: Group, *, force: bool, told: Told) -> Course:
+async def _ended(where: Where, group: Group, *, force: bool, commits: bool, told: Told) -> Course:
     coordinator = Coordinator(group, deadline=where.deadline, allowed=where.allowed, told=told)
-    return await coordinator.run(end(len(group.members), forced=force))
+    return await coordinator.run(end(len(group.members), forced=force, commits=commits))
 
 
 def _error(group: Group, failure: Failure | None) -> WeightCacheError:

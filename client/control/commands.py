@@ -44,8 +44,8 @@ UNKNOWN_EXIT = 4
 _EXIT_CODES = (
     "exit codes: 0 every rank serves it; 1 not now: another change is under way, the time is over, a rank is silent\n"
     "or a process of it died, or files changed while they were read: try again; 2 it cannot be done (after 1 and 2\n"
-    "nothing has changed anywhere); 3 it is committed, and ranks that were not seen to serve it will read so\n"
-    "themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
+    "nothing that is served has changed by it); 3 it is committed, and ranks that were not seen to serve it will\n"
+    "read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
     "Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1; once that is being\n"
     "decided: 4. 74 or 141 where standard output cannot be written: they do not say what became of it. Standard\n"
     "error may be lost: it goes on all the same"
@@ -70,7 +70,8 @@ def update_main(argv: list[str]) -> int:
     parser = Parser(
         prog="weightcached update",
         description="Have all ranks of a group load MODEL beside what they serve, verify it, and switch: all or none.\n"
-        "What was served stays for `weightcached rollback`. With --resolve and no model: end what another left.",
+        "What was served stays for `weightcached rollback`. With --resolve and no model: end what another left,\n"
+        "committed if every rank has it prepared, else given up.",
         epilog=_EXIT_CODES,
     )
     parser.add_argument(
@@ -113,7 +114,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resolve",
         action="store_true",
-        help="first end a change that is open, whoever began it: committed if every rank has it, else given up",
+        help="first give up a change that is open, whoever began it, and however far it has come",
     )
     parser.add_argument("--align", action="store_true", help="also where ranks serve different versions now")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")

@@ -7,8 +7,8 @@ out; ``tests/protocol/simulation.py`` walks every interleaving of these same fun
 Two programs. :func:`begin` makes a change: look at all, open it at the leader, prepare it everywhere, wait, decide at
 the leader, tell all. Where every rank has found that it serves that already, what is decided is to abort.
 :func:`end` ends what somebody else left: as the leader's record says; what is open is committed if every rank has it
-prepared in one version, and else aborted. Nothing here is remembered between the two: a coordinator that dies is
-finished by the next one from what the ranks hold.
+prepared in one version, and else aborted; or aborted in any case, by whoever makes a change himself. Nothing here is
+remembered between the two: a coordinator that dies is finished by the next one from what the ranks hold.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ class Course:
     """Whether the change is this coordinator's own."""
     forced: bool = False
     """Of :func:`end`: also what is open; without, that is another's that may be alive."""
+    commits: bool = True
+    """Of :func:`end`: what is open and prepared everywhere is committed; else it is given up like the rest."""
     mixed: bool = False
     """Of :func:`begin`: ranks may serve different versions before it."""
     phase: Phase = Phase.LOOK
@@ -143,9 +145,9 @@ def begin(size: int, transaction: str, *, mixed: bool = False) -> Course:
     return Course(size, begins=True, transaction=transaction, mixed=mixed, prepared=(None,) * size)
 
 
-def end(size: int, *, forced: bool) -> Course:
+def end(size: int, *, forced: bool, commits: bool = True) -> Course:
     """The end of whatever waits for a decision."""
-    return Course(size, begins=False, forced=forced)
+    return Course(size, begins=False, forced=forced, commits=commits)
 
 
 def asks(course: Course) -> tuple[Ask, ...]:
@@ -240,8 +242,8 @@ def _looked_to_end(course: Course, seen: Sequence[Seen | None]) -> Course:
     if transaction is None:
         return _done(dataclasses.replace(course, transaction=None))
     held = [one.held for one in changes if one is not None and one.transaction == transaction and one.held is not None]
-    whole = len(held) == course.size and same_on_all(held)
-    return dataclasses.replace(course, phase=Phase.READ, transaction=transaction, may_commit=whole)
+    may_commit = course.commits and len(held) == course.size and same_on_all(held)
+    return dataclasses.replace(course, phase=Phase.READ, transaction=transaction, may_commit=may_commit)
 
 
 def _opened(course: Course, answer: Answer) -> Course:

@@ -1,7 +1,8 @@
 """``weightcached ctl COMMAND``: one command of the control plane to one or many daemons, and their answers as JSON.
 
 Owns the options, which places a command goes to, and the exit codes. Nothing is decided here: what a command means is
-the daemon's business, and what makes a change of all ranks is `weightcached update`'s.
+the daemon's business, and what makes a change of all ranks is `weightcached update`'s: nothing is committed here, for
+that takes a look at every rank.
 
 Exit codes: 0 every place has answered · 1 some refused, or could not be asked · 3 there is nobody to ask · 64 bad
 options.
@@ -81,9 +82,9 @@ COMMANDS: dict[str, Command] = {
         about="transaction",
     ),
     "decide": Command(
-        lambda given: Decide(transaction=given.transaction, commit=given.commit),
+        lambda given: Decide(transaction=given.transaction, commit=False),
         Decided,
-        "have rank 0 write down --commit or --abort; the first decision stands",
+        "have rank 0 write down --abort; to commit, `weightcached update --resolve`: it looks at every rank",
         meant=_is_leader,
         about="transaction",
     ),
@@ -169,8 +170,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("about", nargs="?", metavar="ID", help="the transaction or generation (32 hexadecimal digits)")
-    parser.add_argument("--commit", action="store_true", help="of decide")
-    parser.add_argument("--abort", action="store_true", help="of decide")
+    parser.add_argument("--abort", action="store_true", help="of decide, which takes nothing else")
     parser.add_argument("--force", action="store_true", help="of drop")
     add_place_arguments(parser, name=NAME_OF_SOME)
     add_rank_arguments(parser)
@@ -197,8 +197,11 @@ def _checked(given: argparse.Namespace) -> Command:
         setattr(given, chosen.about, given.about)
         if len(given.about) != 32 or not set(given.about) <= set("0123456789abcdef"):
             raise InvalidOption(f"not a {chosen.about}", expected="32 hexadecimal digits", found=given.about)
-    if given.commit + given.abort != (given.command == "decide"):
-        raise InvalidOption("one of --commit and --abort goes with `ctl decide`, and with nothing else")
+    if given.abort is not (given.command == "decide"):
+        raise InvalidOption(
+            "--abort goes with `ctl decide`, and with nothing else",
+            next_step="to commit what all have prepared, `weightcached update --resolve`, which looks at them all",
+        )
     if given.force and given.command != "drop":
         raise InvalidOption("--force goes with `ctl drop` only")
     return chosen

@@ -7,8 +7,18 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weightcached.client.backoff import Backoff
 from weightcached.client.stale import STALE_EXIT, end_stale
-from weightcached.protocol.errors import ReadersInside, SwapFailed, WeightCacheError
+from weightcached.protocol.errors import (
+    DaemonAbsent,
+    DaemonDraining,
+    DaemonUnreachable,
+    GenerationGone,
+    NotReadyError,
+    ReadersInside,
+    SwapFailed,
+    WeightCacheError,
+)
 
 if TYPE_CHECKING:
     from weightcached.client.following import Follower, Published
@@ -16,6 +26,9 @@ if TYPE_CHECKING:
 
 SWITCH_TIMEOUT_S = 600.0
 """For staging, and then for answers under way: one may be long."""
+
+_PASSING = (NotReadyError, DaemonAbsent, DaemonUnreachable, DaemonDraining, GenerationGone)
+"""What another attempt may not meet: the daemon is busy or being started again, or has another to give by now."""
 
 _log = logging.getLogger(__name__)
 
@@ -25,8 +38,9 @@ class Switch(Protocol):
 
 
 class Following:
-    """Runs for the length of a ``with`` block. What cannot be switched to is said, and the weights in use are kept.
-    Where they are lost in the attempt, the process ends as one does that is to be started again.
+    """Runs for the length of a ``with`` block. What cannot be switched to is said, and the weights in use are kept;
+    what may be possible later is tried again. Where they are lost in the attempt, the process ends as one does that is
+    to be started again.
     """
 
     def __init__(self, follower: Follower, switch: Switch) -> None:
@@ -62,17 +76,31 @@ class Following:
 
     def _run(self) -> None:
         refused: str | None = None
-        while self._follower.wait() and not self._over:
+        again_s: float | None = None
+        backoff = Backoff()
+        while True:
+            self._follower.wait(again_s)
+            if self._over:
+                return
+            again_s = None
             published: Published | None = None
             try:
                 published = self._follower.pending()
-                if published is None or published.generation == refused:
+                if published is None:
+                    self._error = None
+                    continue
+                if published.generation == refused:
                     continue
                 _log.info("switching to version %s, generation %s", published.version, published.generation)
                 self._last = self._switch(published, timeout_s=SWITCH_TIMEOUT_S)
             except ReadersInside as error:
                 self._error = str(error)
                 self._follower.nudge()  # the answers under way end at some time
+            except _PASSING as error:
+                if str(error) != self._error:
+                    _log.warning("the weights in use are kept for now: %s", error)
+                self._error = str(error)
+                again_s = backoff.next_s()
             except WeightCacheError as error:
                 if isinstance(error, SwapFailed) and not error.intact:
                     end_stale(f"the weights are lost, and this process ends with status {STALE_EXIT}: {error}")
@@ -82,4 +110,5 @@ class Following:
             else:
                 self._switches += 1
                 self._error = None
+                backoff = Backoff()
                 _log.info("switched in %.1f ms, prepared in %.2f s", self._last.swap_s * 1e3, self._last.populate_s)

@@ -75,8 +75,8 @@ def stage(
 
     ``partial``: what is not pushed stays as it is served now. ``trainer``: who is said to have pushed. ``keep``: how
     many earlier generations stay for rollback. ``wait`` for ranks that still load or do not answer yet and for another
-    change that is under way, or end one that is open by ``force``. ``bucket_nbytes`` (a multiple of 4096, by default
-    16 MiB) and ``bucket_count`` (3): the memory that every rank is pushed through. ``where``: ``runtime_dir``,
+    change that is under way, or give up one that is open by ``force``. ``bucket_nbytes`` (a multiple of 4096, by
+    default 16 MiB) and ``bucket_count`` (3): the memory that every rank is pushed through. ``where``: ``runtime_dir``,
     ``name``, ``timeout_s`` (for all of it) and ``allowed``, as for ``weightcached.client.control.update``.
     InvalidOption for what is none of these.
 

@@ -75,9 +75,14 @@ class GroupPush:
             self._all(push_to, parts)
 
     def finish(self) -> str:
-        """Everything was pushed: wait until every rank has all of it, and give it one version, which is returned."""
+        """Everything was pushed: wait until every rank has all of it, and give it one version, which is returned. Where
+        nothing is new at any rank that is the one that is served: nothing comes of the push then.
+        """
         self._all(RankPush.finish, ((rank,) for rank in self._ranks))
         filled = self._all(RankPush.filled, ((rank,) for rank in self._ranks))
+        if all(one.unchanged for one in filled):
+            self._all(RankPush.assign, ((rank, rank.staged.base_version) for rank in self._ranks))
+            return self._ranks[0].staged.base_version
         resident = {rank.place.device: one.resident for rank, one in zip(self._ranks, filled, strict=True)}
         version = assigned_version(self._ranks[0].staged.base_version, resident)
         self._all(RankPush.assign, ((rank, version) for rank in self._ranks))

@@ -170,7 +170,8 @@ class Publication:
 
     def commit(self) -> str:
         """All was pushed: have every rank check it, and all of them serve it, or none. Returns the version that they
-        serve then. Raises why nothing changed: what is missing, by name, or what befell which rank.
+        serve then: the one that they served, where every byte is what it was; then nothing has changed. Raises why it
+        could not be: what is missing, by name, or what befell which rank.
         """
         push, self._push = self._open_push, None
         version = push.finish()
@@ -179,11 +180,11 @@ class Publication:
         changed = self._changed.result()
         self.seconds["push"] = all_there_s - (self._first_s or all_there_s)
         self.seconds["commit"] = time.monotonic() - all_there_s
-        if changed.version != version:
+        if changed.version != version and not changed.already:
             raise ProtocolError(
                 "another version was committed than was pushed", expected=version, found=changed.version
             )
-        return version
+        return changed.version
 
     @property
     def _open_push(self) -> GroupPush:

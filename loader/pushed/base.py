@@ -36,6 +36,11 @@ class Base(ClosedAfterwards):
         self._lock = threading.Lock()
         self._mappings: dict[int, SegmentMapping] = {}
 
+    @property
+    def version(self) -> str:
+        """Whose stand-in for a digest never changes: ``receipts_version``."""
+        return self._meta.receipts_version
+
     def require_same_layout(self, placement: Placement, config: CacheConfig, *, model_dir: str) -> None:
         """Raises PushMismatch unless the headers' plan puts everything where it lies now: engines change over from one
         to the other without their addresses changing.

@@ -175,10 +175,19 @@ class Trainer:
             self._next_report_s = now_s + PROGRESS_EVERY_S
             progress(self._pushed_nbytes, self._wanted_nbytes)
 
-    def assigned(self, resident: str, received: Received) -> str:
-        """Tell the trainer what is resident now; the version that it makes of that. Raises StageLost."""
+    def assigned(self, resident: str, received: Received, *, unchanged: bool) -> str:
+        """Tell the trainer what is resident now, and whether that is what was; the version that it makes of that.
+        Raises StageLost.
+        """
         try:
-            self._say(Filled(resident=resident, pushed_nbytes=received.pushed_nbytes, kept_nbytes=received.kept_nbytes))
+            self._say(
+                Filled(
+                    resident=resident,
+                    pushed_nbytes=received.pushed_nbytes,
+                    kept_nbytes=received.kept_nbytes,
+                    unchanged=unchanged,
+                )
+            )
             message = self._hear()
         except PeerClosed as error:
             raise _lost() from error

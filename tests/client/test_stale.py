@@ -15,7 +15,7 @@ import weightcached.client.stale
 from tests.support.forked import in_child
 from tests.support.reports import READY
 from weightcached.client import STALE_EXIT, WeightSet
-from weightcached.protocol.errors import InvalidOption
+from weightcached.protocol.errors import DaemonUnreachable, InvalidOption
 from weightcached.protocol.messages import Refused, Report
 from weightcached.protocol.places import Place
 from weightcached.protocol.testing import Close, HonestGrant, LyingDaemon, Receive, ReceiveToEnd, Send, Step
@@ -44,6 +44,13 @@ def test_keep_goes_on_and_says_so(forgetful: LyingDaemon, attached: Attached, lo
         assert weights.lease is not None
         assert weights.lease.wait_for("stale", timeout_s=20)
         weights.verify()
+
+        def work() -> None:
+            """Of a forked child, which has nothing to do with what its parent's place serves now."""
+            with pytest.raises(DaemonUnreachable, match="forked child"):
+                weights.stage()
+
+        in_child(work)
     assert any("no lease any more" in record.getMessage() for record in log.records)
 
 

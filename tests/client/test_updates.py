@@ -2,6 +2,7 @@
 meanwhile is found again by the generation in use.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -126,6 +127,55 @@ def test_a_stage_that_is_given_up_leaves_the_lease_with_what_is_in_use(served: D
         assert weights.lease is not None
         weights.lease.ping()  # the switch back was before it
         assert leases(served) == {weights.generation: 1}
+
+
+def test_a_daemon_that_is_started_anew_without_a_vault_is_followed_too(
+    settled_model: Path, other: Path, place: Place
+) -> None:
+    """The lease is stale then, and of no use to resume: what is served is staged by a connection of its own, and the
+    lease is of it once it is in use.
+    """
+    with daemon(settled_model, place.runtime_dir) as first:
+        first.wait_until("ready")
+        weights = attached(first)
+        lease, following = weights.lease, weights.follow()
+        assert lease is not None
+        assert following.pending() is None
+        first.stop(signal.SIGKILL)
+        assert lease.wait_lost(TIMEOUT_S)
+        eventually(lambda: lease.obstacle is not None)
+    with weights, daemon(settled_model, place.runtime_dir) as anew:
+        assert lease.wait_for("stale", timeout_s=TIMEOUT_S)
+        assert lease.obstacle is None
+        captured = {name: tensor.data_ptr() for name, tensor in weights.items()}
+        before = weights.generation
+        found = heard(following, weights)
+        assert found.generation == anew.wait_until("ready").generation
+        late = weights.follow()  # one that begins to follow now is told, too
+        assert heard(late, weights) == found
+        with pytest.raises(GenerationGone, match="another generation than was asked for"):
+            weights.stage(generation=before)
+        model_version = str(found.version)
+        weights.stage(version=model_version).close()
+        assert (lease.state, weights.generation) == ("stale", before)
+        changer = Changer(anew)
+        changer.update(from_directory(other))
+        current = changer.current()
+        while (found := heard(following, weights)).generation != current:
+            assert following.wait(TIMEOUT_S)
+        swapped(weights, generation=found.generation)
+        assert lease.wait_for("connected", timeout_s=TIMEOUT_S)
+        assert (lease.losses, lease.resumes, lease.obstacle, lease.reason) == (1, 1, None, None)
+        eventually(lambda: leases(anew) == {found.generation: 1})
+        eventually(lambda: following.pending() is None)
+        changer.update(FromHeld(version=model_version))
+        back = heard(following, weights)
+        swapped(weights, generation=back.generation)
+        lease.ping()
+        assert leases(anew) == {back.generation: 1}
+        weights.verify()
+        assert {name: tensor.data_ptr() for name, tensor in weights.items()} == captured
+        assert len(memfd_mappings()) == 1
 
 
 @pytest.mark.parametrize("when", ["after the swap", "between staging and swapping"])

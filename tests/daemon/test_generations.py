@@ -46,6 +46,9 @@ def test_what_is_prepared_is_granted_to_nobody() -> None:
 
 def test_a_rollback_makes_the_one_before_the_newest() -> None:
     held = holding(A, B)
+    held.prepared = A
+    assert (held.standing(A), held.to_free(())) == ("previous", []), "and until it is decided it is what it was"
+    held.prepared = None
     held.make_current(A)
     assert ids(held.granted) == [A, B]
     assert ids(held.previous) == [B]

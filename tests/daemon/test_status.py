@@ -57,6 +57,26 @@ def test_what_is_held_beside_what_is_served_is_a_line_each() -> None:
     assert lines(held=(pinned,))[2].endswith("3 leases, pinned, from /models/a")
 
 
+def test_ranks_that_serve_different_versions_are_told() -> None:
+    """Those of one name; a digest that one of them does not know yet makes no difference."""
+
+    def seen(device: str, version: str, receipts: str, *, name: str = "m") -> Seen:
+        served = held("a" * 32, version=version, receipts_version=receipts)
+        tp_size = int(device[-1])
+        report = READY.model_copy(
+            update={**QUIET, "tp_size": tp_size, "tp_rank": 0, "version": version, "held": (served,)}
+        )
+        return Seen(Place(Path("/run/weightcached"), name, device), report=report)
+
+    first, other = seen("host-tp0of2", "digest:1", "receipts:1"), seen("host-tp1of2", "receipts:1", "receipts:1")
+    assert len(render([first, other])) == 3
+    assert len(render([first, seen("host-tp1of2", "digest:2", "receipts:2", name="elsewhere")])) == 3
+    alone = [seen(f"gpu-{gpu}-of-1", f"digest:{gpu}", f"receipts:{gpu}") for gpu in "ab"]
+    assert len(render(alone)) == 3, "these are no ranks of one model"
+    *_, line = render([first, seen("host-tp1of2", "digest:2", "receipts:2")])
+    assert line.startswith("m: its ranks serve different versions: tp0of2 digest:1, tp1of2 digest:2; next step: ")
+
+
 def test_an_engine_that_is_silent_is_named() -> None:
     heard = LeaseInfo(pid=1, uid=0, name="heard", age_s=90.0, silent_s=6.0)
     silent = LeaseInfo(pid=2, uid=0, name="silent", age_s=90.0, silent_s=75.0)

@@ -246,7 +246,7 @@ HONEST: dict[str, tuple[Dialect, Message]] = {
                     last=True,
                 ),
                 Free(number=1),
-                Filled(resident="b" * 64, pushed_nbytes=4, kept_nbytes=0),
+                Filled(resident="b" * 64, pushed_nbytes=4, kept_nbytes=0, unchanged=False),
             ],
         ),
         (

@@ -186,6 +186,67 @@ def test_a_change_that_is_under_way_is_left_alone_or_ended_by_command(
     assert other.ranks[0].decide(other.transaction, commit=False).outcome == "aborted"
 
 
+def test_a_rollback_that_was_left_open_is_in_the_way_of_another_and_no_more(
+    ranks: list[Daemon], at: Path, newer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it was for is held, and is what the next one means, too."""
+    first = versions(ranks)
+    update(newer, runtime_dir=at)
+    left = Change(ranks, FromHeld(version=first[0]))
+    left.open()
+    left.prepare()
+    left.prepared()
+    arguments = ["--runtime-dir", str(at)]
+    for words in ([], ["--to", first[0]], ["--wait", "--timeout", "1"]):
+        assert commands.rollback_main([*words, *arguments]) == commands.NOT_NOW_EXIT
+        said = capsys.readouterr().err
+        assert f"another change is under way: {left.transaction}" in said
+        assert "`weightcached update --resolve` ends it" in said
+    steps: queue.Queue[Step] = queue.Queue()
+    where = Where.of(runtime_dir=at, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(lambda: asyncio.run(changes.rollback(where, wait=True, told=steps.put)))
+        while steps.get(timeout=TIMEOUT_S).transaction != left.transaction:
+            pass
+        left.commit()
+        assert waits.result(TIMEOUT_S).already, "it means what was before when it was asked for, whoever brings it back"
+        assert versions(ranks) == first
+    again = Change(ranks, FromHeld(version=rollback(runtime_dir=at).before))
+    again.open()
+    again.prepare()
+    again.prepared()
+    assert commands.rollback_main(["--resolve", *arguments]) == commands.DONE_EXIT
+    assert versions(ranks) == first
+
+
+def test_what_was_left_is_given_up_by_who_changes_the_weights_himself(
+    ranks: list[Daemon], at: Path, newer: Path, settled_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank has it prepared. Committed, it would be served where the change that follows fails, and would cost
+    what can be rolled back to.
+    """
+    update(other_weights(settled_model, tmp_path / "orphan", number=next(_NUMBERS)), runtime_dir=at)
+    earlier = versions(ranks)
+    update(newer, runtime_dir=at, keep=1)
+    served = [standings(Changer(one).state()) for one in ranks]
+
+    def leave() -> None:
+        left = Change(ranks, from_directory(tmp_path / "left"))
+        left.open()
+        left.prepare()
+        left.prepared()
+
+    other_weights(settled_model, tmp_path / "left", number=next(_NUMBERS))
+    wider = tiny_llama(tmp_path / "wider", intermediate_size=64)
+    arguments = ["--resolve", "--runtime-dir", str(at)]
+    leave()
+    assert commands.update_main(["--model", str(wider), *arguments]) == commands.FAILED_EXIT
+    assert [standings(Changer(one).state()) for one in ranks] == served
+    leave()
+    assert commands.rollback_main(arguments) == commands.DONE_EXIT
+    assert versions(ranks) == earlier
+
+
 def test_a_change_whose_coordinator_meets_an_error_is_given_up(ranks: list[Daemon], at: Path, newer: Path) -> None:
     """The error is nobody's who has a part in the protocol: whoever watches raises it."""
 

@@ -130,6 +130,16 @@ def test_what_is_open_is_anothers_unless_it_is_to_be_ended() -> None:
     assert [one.verb for one in asks(forced)] == [Verb.ABORT]
 
 
+def test_what_is_open_is_given_up_by_who_has_a_change_of_his_own() -> None:
+    """Every rank has it prepared: who only ends it commits it. What is committed already stays so."""
+    seen = both(Seen(OLD, Change("X", "prepared", new()), "X"))
+    for commits, verb in ((True, Verb.COMMIT), (False, Verb.ABORT)):
+        course = after(end(2, forced=True, commits=commits), seen)
+        assert [one.verb for one in asks(after(course, {0: Decision("X", Outcome.OPEN)}))] == [verb]
+        read = after(course, {0: Decision("X", Outcome.COMMITTED, new().versions)})
+        assert ({one.verb for one in asks(read)}, read.outcome) == ({Verb.RESOLVE}, Outcome.COMMITTED)
+
+
 def test_a_silent_rank_keeps_nothing_from_being_ended_but_from_being_committed() -> None:
     seen: dict[int, Answer] = {0: Seen(OLD, Change("X", "prepared", new()), "X"), 1: Silence()}
     course = after(after(end(2, forced=True), seen), {0: Decision("X", Outcome.OPEN)})

@@ -19,7 +19,7 @@ from weightcached.client.engine.service import Service
 from weightcached.client.swap import Swapped
 from weightcached.client.transformers import from_pretrained, weights_of
 from weightcached.client.transformers.switching import swap_in
-from weightcached.protocol.messages import Event
+from weightcached.protocol.messages import Event, Refused
 from weightcached.protocol.places import Place, host_device
 from weightcached.protocol.testing import AnswerSwitches, Gate, LyingDaemon, Receive, Send, Stall, Step
 
@@ -154,6 +154,28 @@ def test_what_cannot_be_switched_to_is_said_and_the_weights_are_kept(
             assert tokens(service) == expected[0]
         assert "not held here" in str(following.status()["error"])
         assert service.status()["weights"]["generation"] == generations[0].message.generation
+
+
+def test_what_could_not_be_switched_to_just_then_is_tried_again(
+    checkpoints: list[Path], generations: list[Generation], runtime_dir: Path
+) -> None:
+    tell = Gate()
+    script: list[Step] = [Receive(), generations[0].step(), Stall(tell), published(generations[1]), Receive()]
+    script += [Send(Refused(code="daemon_not_ready", message="it reads whether it may")), AnswerSwitches(generations)]
+    with (
+        LyingDaemon(place_in(runtime_dir).socket_path, script),
+        attach(checkpoints[0], mode="require", runtime_dir=runtime_dir, want="current") as weights,
+    ):
+        service = service_of(checkpoints[0], weights)
+        follower = weights.follow()
+        follower._unheard = False
+        switch = Watched(service.switch_to)
+        with Following(follower, switch) as following:
+            tell.open()
+            assert switch.done.acquire(timeout=60)
+            assert switch.done.acquire(timeout=60)
+        assert following.status()["error"] is None
+        assert service.status()["weights"]["generation"] == generations[1].message.generation
 
 
 def test_a_model_with_buffers_from_the_checkpoint_has_them_anew(

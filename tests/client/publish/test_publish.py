@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.commanding import Changer, standings
 from tests.support.daemons import Daemon
 from tests.support.forked import in_child
-from tests.support.groups import versions, waiting
+from tests.support.groups import left_behind, versions, waiting
 from tests.support.plain import tensors_of
 from tests.support.referenced import raw
 from tests.support.resources import memfd_mappings, open_fds
@@ -80,6 +81,28 @@ def test_a_part_of_the_weights_changes(ranks: list[Daemon], model: Path, tmp_pat
     changed = {name: second[name] for name in second if "layers.1" in name or name.endswith("q_proj.weight")}
     version = publish(changed, partial=True, **where(ranks))
     require_served(ranks, {**first, **changed}, version, tmp_path)
+
+
+def test_a_push_that_leaves_every_byte_changes_nothing_and_what_one_rank_alone_needs_changes_both(
+    ranks: list[Daemon], model: Path, tmp_path: Path
+) -> None:
+    """What can be rolled back to stays, and no engine is told to change over."""
+    older, tensors = trained(model, 2.5), trained(model, 3.5)
+    publish(older, **where(ranks))
+    version = publish(tensors, **where(ranks))
+    before = [Changer(one).state() for one in ranks]
+    for given, partial in (({}, True), (dict([next(iter(tensors.items()))]), True), (tensors, False)):
+        assert publish(given, partial=partial, **where(ranks)) == version
+        after = [Changer(one).state() for one in ranks]
+        assert [standings(one) for one in after] == [standings(one) for one in before]
+    assert (waiting(ranks), left_behind(ranks)) == ([], [])
+
+    name = "model.layers.0.mlp.down_proj.weight"
+    changed = {**tensors, name: torch.cat([tensors[name][:, :24], older[name][:, 24:]], dim=1)}  # rank 1's columns
+    newer = publish({name: changed[name]}, partial=True, **where(ranks))
+    require_served(ranks, changed, newer, tmp_path)
+    rollback(runtime_dir=ranks[0].place.runtime_dir)
+    assert versions(ranks) == [version, version]
 
 
 def test_only_what_a_rank_needs_is_asked_for(ranks: list[Daemon], model: Path, tmp_path: Path) -> None:

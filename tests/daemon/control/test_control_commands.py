@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.commanding import Changer, from_directory, other_weights
 from tests.support.daemons import TIMEOUT_S, scripted_daemon
 from tests.support.unprivileged import ROOT
 
@@ -70,8 +71,27 @@ def test_ctl_with_nobody_there_or_nothing_to_say(runtime_dir: Path) -> None:
     for command in ("ctl status", "events", "generations", "release", "wait"):  # a name is one everywhere
         status, _, said = run_whole(command, "--name", "../other", runtime_dir=runtime_dir)
         assert (status, "unusable name" in said) == (64, True)
-    for wrong in ("pin", "pin xyz", f"describe {NO_TRANSACTION}", f"decide {NO_TRANSACTION}", "status --force"):
+    for wrong in ("pin", "pin xyz", f"describe {NO_TRANSACTION}", f"pin {NO_TRANSACTION} --abort", "status --force"):
         assert run(f"ctl {wrong}", runtime_dir=runtime_dir)[0] == 64
+
+
+def test_ctl_gives_a_change_up_and_commits_none_for_rank_0_does_not_know_what_the_others_have(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """Rank 0 has prepared it, and the other rank was never asked."""
+    with scripted_daemon(model, runtime_dir, tp_size=2, tp_rank=0, layout="fused") as leader:
+        leader.wait_until("ready")
+        changer = Changer(leader)
+        before = changer.state().current
+        transaction, _ = changer.prepare(from_directory(other_weights(model, tmp_path / "other")))
+        for commits in ("--commit", ""):
+            status, output, said = run_whole(f"ctl decide {transaction} {commits}", runtime_dir=runtime_dir)
+            assert (status, output) == (64, "")
+        assert "`weightcached update --resolve`, which looks at them all" in said
+        state = changer.state()
+        assert (state.current, state.open) == (before, transaction)
+        status, answers = ctl(f"decide {transaction} --abort", runtime_dir=runtime_dir)
+        assert (status, answers[0]["answer"]["outcome"]) == (0, "aborted")
 
 
 def test_events_tells_what_things_are_like_and_ends(model: Path, runtime_dir: Path) -> None:

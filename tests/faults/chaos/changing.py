@@ -188,9 +188,11 @@ class ChangingGroup(Group):
             raise Broken("change", f"what was left of a change of {self.name} cannot be ended: {error!r}") from error
 
     def wait_change(self, rank: int, change: str, mark: int) -> None:
-        """Until that rank says that its change is ``change``."""
+        """Until that rank says that its change is ``change``, or was given up: by a coordinator that has found nothing
+        to change, perhaps.
+        """
         self.sites[rank].records.wait(
-            lambda record: record.get("message") == "change" and record.get("change") == change,
+            lambda record: record.get("message") == "change" and record.get("change") in (change, "aborted"),
             what=f"a change to be {change}",
             mark=mark,
             timeout_s=READY_S,

@@ -14,7 +14,7 @@ from tests.loader.pushed.test_pushing import LLAMA, other_values
 from tests.support.checkpoints import tiny_llama
 from tests.support.execution import load
 from tests.support.plain import tensors_of
-from tests.support.pushing import Pushing, loaded_base, pushing
+from tests.support.pushing import BASE_VERSION, Pushing, loaded_base, pushing
 from tests.support.workers import TIMEOUT_S
 from weightcached.client.publish.rank import RankPush
 from weightcached.loader.pushed.receiving import Deliverer, Delivery
@@ -120,6 +120,26 @@ def test_a_fault_ends_the_push_with_its_reason(
         with pytest.raises(error, match=said):
             push.trainer.filled()
         assert type(push.outcome.exception()) is error
+
+
+@pytest.mark.parametrize(
+    ("version", "changed"),
+    [(BASE_VERSION, True), ("digest:" + "2" * 64, True), ("digest:" + "2" * 64, False), (BASE_VERSION, False)],
+)
+def test_only_a_push_that_left_every_byte_may_have_the_version_that_is_served(
+    served: Path, trained: Path, version: str, changed: bool
+) -> None:
+    config, name = build_config(served, **RANK), "model.norm.weight"
+    with loaded_base(served, config) as base, pushing(served, config, base, partial=True) as push:
+        push.push({name: tensors_of(trained if changed else served)[name]})
+        push.trainer.finish()
+        assert push.trainer.filled().unchanged is not changed
+        push.trainer.assign(version)
+        if version == BASE_VERSION and not changed:
+            assert push.outcome.result(TIMEOUT_S).assigned_version == version
+        else:
+            with pytest.raises(ProtocolError, match="not of what it has pushed"):
+                push.outcome.result(TIMEOUT_S)
 
 
 def test_a_bucket_that_is_written_after_it_was_handed_over(
