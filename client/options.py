@@ -31,8 +31,8 @@ def checked_want(want: str) -> str:
 
 
 def checked_text(what: str, text: str) -> str:
-    if not isinstance(text, str):
-        raise InvalidOption(f"unusable {what}", expected="text", found=shown(text))
+    if not isinstance(text, str) or not text:
+        raise InvalidOption(f"unusable {what}", expected="text that is not empty", found=shown(text))
     return text
 
 

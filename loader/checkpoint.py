@@ -66,6 +66,7 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.files.files.locate(error)
         self.close()
 
     def close(self) -> None:
@@ -89,7 +90,8 @@ def open_checkpoint(model_dir: str | os.PathLike[str], *, also_trusted: Collecti
         headers = _read_headers(chosen.names, files)
         tensors = _merged(headers)
         _require_index_agrees(chosen, tensors)
-    except BaseException:
+    except BaseException as error:
+        chosen.locate(error)
         files.close()
         raise
     metadata = {name: header.metadata for name, header in headers.items()}

@@ -61,6 +61,15 @@ class WeightFiles:
     index_stat: tuple[int, ...] | None = field(default=None, repr=False)
     """What the index was when it was parsed, so that opening can notice that another has taken its place."""
 
+    def locate(self, error: BaseException | None) -> None:
+        """Have an error about one of these files say which directory it is in: who works at them knows their names."""
+        if isinstance(error, CheckpointError) and isinstance(error.where, str) and error.where.startswith(self._known):
+            error.where = f"{self.directory}/{error.where}"
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        return self.names if self.index is None else (*self.names, self.index)
+
 
 def weight_files(model_dir: str | os.PathLike[str]) -> WeightFiles:
     """Decides which files are the weights of ``model_dir``; reads directory and index only.
@@ -85,7 +94,10 @@ def weight_files(model_dir: str | os.PathLike[str]) -> WeightFiles:
 
 
 class OpenWeights(Mapping[str, int]):
-    """File name → read-only descriptor of each weight file and the index; owns them until closed. A context manager."""
+    """File name → read-only descriptor of each weight file and the index; owns them until closed.
+
+    A context manager; errors about the files that leave it say which directory they are in.
+    """
 
     def __init__(self, files: WeightFiles) -> None:
         self.files = files
@@ -106,6 +118,7 @@ class OpenWeights(Mapping[str, int]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.files.locate(error)
         self.close()
 
     def close(self) -> None:

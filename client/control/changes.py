@@ -262,9 +262,8 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
     kind = ERRORS_BY_CODE.get(failure.code, WeightCacheError)
     if kind is DecisionUnknown:
         return DecisionUnknown(
-            f"it is not known whether the change was committed: {failure.why}",
-            expected="rank 0's record: committed everywhere, or nowhere",
-            where=group.where,
+            f"it is not known whether the change of {group.where} was committed, everywhere or nowhere, as rank 0's "
+            f"record says: {failure.why}",
             next_step="`weightcached update --resolve`, once rank 0 answers",
         )
     who = f" on rank {group.members[failure.rank].word}" if failure.rank is not None else ""
@@ -274,14 +273,12 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
         "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --wait, or allow more time",
     }
+    # The reason may end with a place and a step of its own: what is added to it comes before.
+    message = f"the weights of {group.where} were not changed{who}: {failure.why}"
     try:
-        return kind(
-            f"the weights were not changed{who}: {failure.why}",
-            where=group.where,
-            next_step=None if "next step" in failure.why else steps.get(failure.code),
-        )
+        return kind(message, next_step=None if "next step" in failure.why else steps.get(failure.code))
     except TypeError:  # the error of a difference between two configs is made from its fields
-        return WeightCacheError(f"the weights were not changed{who}: {failure.why}", where=group.where)
+        return WeightCacheError(message)
 
 
 def current_version(group: Group) -> str:

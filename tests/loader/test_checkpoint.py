@@ -171,4 +171,4 @@ def test_headers_of_all_files_together_have_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("weightcached.loader.checkpoint.HEADERS_LIMIT_BYTES", sum(sizes) - 1)
     with pytest.raises(HeaderError, match="too large together") as caught:
         open_checkpoint(directory)
-    assert caught.value.where == files[-1].name
+    assert caught.value.where == str(files[-1])

@@ -257,6 +257,23 @@ def test_a_file_that_becomes_shorter_is_truncated_by_name(opened):
     assert caught.value.where == last.file
 
 
+def test_whoever_leaves_a_checkpoint_by_an_error_of_a_file_is_told_its_directory(tmp_path):
+    """As the keeper is by its worker, and the user by the keeper."""
+    directory = tiny_llama(tmp_path)
+    file = directory / "model.safetensors"
+
+    def load() -> None:
+        with open_checkpoint(directory) as checkpoint:
+            prepared = pipeline.prepare(checkpoint, build_config(directory, layout="fused", tp_size=1, tp_rank=0))
+            os.truncate(file, file.stat().st_size - 1)
+            with segment_of(prepared.placement.nbytes) as segment:
+                execute(prepared.placement, checkpoint.files, segment)
+
+    with pytest.raises(TruncatedFile) as caught:
+        load()
+    assert caught.value.where == str(file)
+
+
 def test_a_file_that_cannot_be_read_is_named(opened):
     checkpoint, prepared = opened
     with (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.mounts import in_mount_namespace
 from tests.support.weight_directories import make, receipts_of
 from weightcached.protocol import index_file
-from weightcached.protocol.content import open_weights, take_receipts, version_of, weight_files
+from weightcached.protocol.content import SINGLE_NAME, open_weights, take_receipts, version_of, weight_files
 from weightcached.protocol.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -460,3 +460,11 @@ def test_a_version_is_the_config_and_the_digest_or_the_receipts_until_it_is_know
     assert len(others | {version}) == 4
     with pytest.raises(ValueError, match="a version needs"):
         version_of(fingerprint, digest=None, receipts=None)
+
+
+def test_whoever_leaves_open_weights_by_an_error_of_a_file_is_told_its_directory(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_NAME).touch()
+    for where, told in ((f"{SINGLE_NAME}, byte 3", f"{tmp_path}/{SINGLE_NAME}, byte 3"), ("elsewhere", "elsewhere")):
+        with pytest.raises(CheckpointError) as caught, open_weights(weight_files(tmp_path)):
+            raise CheckpointError("it cannot be read", where=where)
+        assert caught.value.where == told

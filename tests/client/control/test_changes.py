@@ -657,22 +657,36 @@ def test_a_worker_that_fails_on_one_rank_fails_the_change_on_all(
         assert [len(Changer(rank).state().generations) for rank in ranks] == [1, 1], "what was prepared is dropped"
 
 
+MISSING = {"code": "missing_shard", "message": "no such file", "where": "/m/a.safetensors", "next_step": "fetch it"}
+
+
 @pytest.mark.parametrize(
     ("spoiled", "status"),
     [
         ({"kill_at": "memory"}, commands.NOT_NOW_EXIT),
         ({"fail_at": "job", "fail": {"code": "checkpoint_changed", "message": "?"}}, commands.NOT_NOW_EXIT),
-        ({"fail_at": "job", "fail": {"code": "missing_shard", "message": "?"}}, commands.FAILED_EXIT),
+        ({"fail_at": "job", "fail": MISSING}, commands.FAILED_EXIT),
     ],
     ids=["dies", "files change meanwhile", "files are missing"],
 )
 def test_a_failure_that_another_try_may_not_meet_has_the_status_that_asks_for_one(
-    settled_model: Path, newer: Path, runtime_dir: Path, tmp_path: Path, spoiled: dict[str, Any], status: int
+    settled_model: Path,
+    newer: Path,
+    runtime_dir: Path,
+    tmp_path: Path,
+    spoiled: dict[str, Any],
+    status: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And one place and one step are named: those of what failed."""
     (tmp_path / "attempts").touch()
     script = {"spoil_from_attempt": 2, "attempts": str(tmp_path / "attempts"), **spoiled}
     with group(settled_model, runtime_dir, size=1, scripts={0: script}):
         assert commands.update_main(["--model", str(newer), "--runtime-dir", str(runtime_dir)]) == status
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"the weights of {runtime_dir}/default were not changed on rank tp0of1: " in said
+    if spoiled.get("fail") is MISSING:
+        assert said.endswith(": no such file; where: /m/a.safetensors; next step: fetch it"), said
 
 
 def test_a_stopped_rank_is_told_as_alive_and_asks_for_another_try(

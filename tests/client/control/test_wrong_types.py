@@ -21,11 +21,15 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "update(b'')": (lambda **at: update(b"/models/m", **at), "the model", "bytes"),  # type: ignore[arg-type]
     "rollback(3)": (lambda **at: rollback(3, **at), "version to roll back to", "3"),  # type: ignore[arg-type]
     "rollback(b'')": (lambda **at: rollback(b"digest:1", **at), "version to roll back", "b'dig"),  # type: ignore[arg-type]
+    "rollback('')": (lambda **at: rollback("", **at), "version to roll back to", "''"),
+    "pin('')": (lambda **at: pin("", **at), "version or generation", "''"),
+    "drop('')": (lambda **at: drop("", **at), "version or generation", "''"),
     "pin(3)": (lambda **at: pin(3, **at), "version or generation", "3"),  # type: ignore[arg-type]
     "pin(None)": (lambda **at: pin(None, **at), "version or generation", "None"),  # type: ignore[arg-type]
     "pin(pinned='no')": (lambda **at: pin("a", pinned="no", **at), "pinned", "'no'"),  # type: ignore[arg-type]
     "drop(3)": (lambda **at: drop(3, **at), "version or generation", "3"),  # type: ignore[arg-type]
     "drop(force='no')": (lambda **at: drop("a", force="no", **at), "force", "'no'"),  # type: ignore[arg-type]
+    "publish(None)": (lambda **at: publish(None, **at), "no tensors", "NoneType"),  # type: ignore[arg-type]
     "publish(3)": (lambda **at: publish(3, **at), "no tensors", "int"),  # type: ignore[arg-type]
     "trainer=3": (lambda **at: stage(trainer=3, **at), "trainer", "3"),  # type: ignore[arg-type]
     "partial='no'": (lambda **at: stage(partial="no", **at), "partial", "'no'"),  # type: ignore[arg-type]
