@@ -40,6 +40,28 @@ def test_as_many_are_kept_as_the_options_or_the_change_say(model: Path, runtime_
         assert standings(changer.state()) == [(last, "current")]
 
 
+def test_a_pinned_version_that_is_loaded_again_is_held_once_and_pinned_still(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """However often; and after the keeper was killed."""
+    (other,) = several(model, tmp_path, 1)
+    with supervised_daemon(model, runtime_dir, script={}) as served:
+        served.wait_until("ready")
+        changer = Changer(served)
+        for _ in range(2):
+            pinned = str(changer.update(from_directory(other)).current)
+            changer.ask(Pin(generation=pinned, pinned=True), RankState)
+            between = str(changer.update(from_directory(model)).current)
+        last = str(changer.update(from_directory(other)).current)
+        served.wait_logged("generation dropped", generation=pinned)
+        killed = len(served.log.lines)
+        served.kill_keeper()
+        served.wait_ready_again(killed)
+        held = changer.state().generations
+        assert [(one.generation, one.pinned) for one in held] == [(last, True), (between, True)], held
+        assert [one.pinned_for_s is None for one in held] == [True, False], "one of them for the grace alone"
+
+
 def test_pinned_and_leased_ones_stay_until_they_are_not(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
     one, two = several(model, tmp_path, 2)
     with scripted_daemon(model, runtime_dir, "--keep-generations", "0") as served:
