@@ -233,7 +233,7 @@ class Changing:
         """Prepared: verified, and in the vault. What was made is freed where that fails."""
         waiting = _waiting(asked, made)
         try:
-            await self._making.check(made, served)
+            made = await self._making.checked(made, served)
             await self._making.entrust(made, waiting)
             self._publishing.hold(made, ProvenReceipts(), staged=True)
         except BaseException:

@@ -38,6 +38,7 @@ class Freeing:
         held = self._record.generations
         while True:
             self._woken.clear()
+            self._move_pins()
             # Asked anew after each: while one is given back, another may be leased, pinned, or prepared again.
             while to_free := held.to_free(self._record.leases.generations()):
                 await self.drop(to_free[0], reason="nobody needs it")
@@ -46,6 +47,16 @@ class Freeing:
                     await self._woken.wait()
             except TimeoutError:
                 pass
+
+    def _move_pins(self) -> None:
+        """Of versions that were loaded again, onto the newer generation: the older need not be held as well."""
+        held = self._record.generations
+        for older, newer in held.outdated_pins().items():
+            pins = [one for one in self._custody.record.pins if one not in (older, newer)]
+            self._custody.change(pins=(*pins, newer))
+            held.pins.remove(older)
+            held.pins.add(newer)
+            log.info("pin moved", extra={"generation": newer, "from": older})
 
     async def make_room(self) -> bool:
         """Give back the oldest generation that is merely kept for rollback; whether there was one."""

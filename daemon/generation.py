@@ -146,10 +146,12 @@ class Generation:
 
     @property
     def came_from(self) -> str:
-        """For people: who pushed it, or else the hub id or the directory that it was loaded from."""
+        """For people: who pushed it, or else the hub id or the directory that it was loaded from. A link may lead
+        elsewhere by now: where it led then.
+        """
         if self.pushed_by is not None:
             return f"pushed by {self.pushed_by}"
-        return self.origin.hub_id or self.origin.model_dir
+        return self.origin.hub_id or self.provenance.path
 
     def is_of(self, origin: Origin, receipts: CheckpointReceipts) -> bool:
         """Whether files that lie there with these receipts are seen to be those that it came from."""

@@ -148,6 +148,18 @@ class Generations:
     def is_pinned(self, generation_id: str) -> bool:
         return generation_id in self.pins or self.pinned_for_s(generation_id) is not None
 
+    def outdated_pins(self) -> dict[str, str]:
+        """Pinned generations → the newest of the same version, where that is another: a version is pinned, and one of
+        it is enough.
+        """
+        found = {}
+        for id_ in self.pins:
+            pinned = self._held[id_].generation
+            newest = next((one.generation.id for one in self.granted if _same_version(one.generation, pinned)), id_)
+            if newest != id_:
+                found[id_] = newest
+        return found
+
     def next_end_of_grace_s(self) -> float | None:
         """How long until the next pin ends by itself."""
         return min((left for id_ in self._until_s if (left := self.pinned_for_s(id_)) is not None), default=None)

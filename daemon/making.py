@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
 from weightcached.daemon.adoption import require_same_config
 from weightcached.daemon.change_custody import ChangeCustody
+from weightcached.daemon.digesting import compute
 from weightcached.daemon.finding import Finding
 from weightcached.daemon.freeing import Freeing
 from weightcached.daemon.generation import Generation, Origin
@@ -23,11 +25,12 @@ from weightcached.daemon.text import binary_size
 from weightcached.daemon.verifying import verify
 from weightcached.daemon.worker_process import TransientFailure
 from weightcached.protocol.control import FromCheckpoint
-from weightcached.protocol.errors import InsufficientMemory, ManagerUnreachable, StageLost
+from weightcached.protocol.errors import InsufficientMemory, ManagerUnreachable, StageLost, WeightCacheError
 
 STAGE_TIMEOUT_S = 120.0
 """Within which a trainer whose change has begun has to begin to push."""
 
+log = logging.getLogger(__name__)
 
 Make = Callable[[], Awaitable[Generation]]
 """Makes the weights of a change; the generation is the caller's. Raises the error that stands."""
@@ -85,13 +88,44 @@ class Making:
     def _by_change(self, made: Generation) -> Generation:
         return dataclasses.replace(made, under_model=self._record.options.model)
 
-    async def check(self, generation: Generation, served: Generation) -> None:
+    async def checked(self, generation: Generation, served: Generation) -> Generation:
         """Every resident byte, before anybody is told that it is prepared; and that its config and its parameters' form
-        are those of what is ``served``.
+        are those of what is ``served``. The same generation, about which more may be known then.
         """
         require_same_config(served.config, generation.config)
         self._record.progress.update("verify")
-        await verify(generation.kind, generation.memory[0], generation.segments, yields=True, beside=served.memory[0])
+        same = await verify(
+            generation.kind, generation.memory[0], generation.segments, yields=True, beside=served.memory[0]
+        )
+        return await self._called_by_digest(generation, served.id) if same else generation
+
+    async def _called_by_digest(self, generation: Generation, served_id: str) -> Generation:
+        """Every byte at this rank is what is served: they may be one version, of which one too many would be held, and
+        what can be rolled back to would make way for it. Other ranks may differ, so the bytes do not tell, but the
+        content digests of both do: for once they are waited for. Where one cannot be had they count as two versions.
+        """
+        served = self._record.generations.get(served_id)
+        if served is None or generation.pushed_by or served.generation.pushed_by:
+            return generation
+        self._record.progress.update("digest")
+        if served.generation.digest is None:
+            served.digesting.start()
+        while served.digesting.running:
+            await self._record.changes.wait()
+        if generation.digest is not None:
+            return generation
+        options = self._record.options
+        try:
+            answer = await compute(
+                generation.origin.model_dir,
+                cache_dir=options.cache_dir,
+                trusted_filesystems=options.trusted_filesystems,
+                expect_receipts=generation.receipts.sha256,
+            )
+        except WeightCacheError as error:
+            log.warning("no content digest", extra={"error": str(error)})
+            return generation
+        return generation.with_digest(answer.digest)
 
     async def entrust(self, generation: Generation, waiting: PreparedRecord) -> None:
         """Into the vault; older ones that are merely kept for rollback make room there, too. Not where the vault could

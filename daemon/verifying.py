@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 async def verify(
     kind: MemoryKind, manifest: int, segments: Sequence[int], *, yields: bool = False, beside: int | None = None
-) -> None:
+) -> bool:
     """Have every byte that a row describes hashed, with ``yields`` behind everybody else's work, and every row's form
-    compared with that in the manifest ``beside``, of what is served. The descriptors stay the caller's. Cancelled, the
-    process is killed.
+    compared with that in the manifest ``beside``, of what is served: whether all are the very bytes of that. The
+    descriptors stay the caller's. Cancelled, the process is killed.
 
     Raises TransferError when one is not what was published, ConfigurationError for parameters of another form,
     ContractError for a process that does not answer, WorkerDied for one that was killed.
@@ -66,3 +66,4 @@ async def verify(
             next_step="serve these under another --name, or restart the daemons with them",
         )
     log.info("verified", extra={key: answer.get(key) for key in ("rows", "nbytes", "seconds")})
+    return answer.get("same") is True

@@ -5,7 +5,8 @@ it adopted, when it was told ``--verify-on-adopt``. It reads a segment at memory
 a few threads, and answers with one line of JSON: what it looked at, and the names of parameters whose bytes are not
 those that were published. It changes nothing and reads no checkpoint. Clients verify what they have mapped themselves
 (`weightcached verify`), by the same comparison. With ``--beside`` it also says which parameters are not of the form
-that they have in another manifest, that of what is served: an engine made for those could not bind these.
+that they have in another manifest, that of what is served: an engine made for those could not bind these; and whether
+all of them have the very bytes that they have there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from weightcached.protocol.assigned import resident_digest
 from weightcached.protocol.config import CacheConfig
 from weightcached.protocol.errors import TransferError, WeightCacheError
 from weightcached.protocol.integrity import differing_rows
@@ -39,7 +41,8 @@ def verify(manifest_fd: int, segment_fds: Sequence[int], *, beside_fd: int | Non
     """
     started_s = time.monotonic()
     manifest = _read(manifest_fd)
-    formed_otherwise = list(form_differences(_read(beside_fd), manifest)) if beside_fd is not None else []
+    beside = _read(beside_fd) if beside_fd is not None else None
+    formed_otherwise = list(form_differences(beside, manifest)) if beside is not None else []
     nbytes = manifest.meta.segments_nbytes
     if len(nbytes) != len(segment_fds):
         raise TransferError("another number of segments", expected=len(nbytes), found=len(segment_fds))
@@ -58,6 +61,7 @@ def verify(manifest_fd: int, segment_fds: Sequence[int], *, beside_fd: int | Non
         "differing_count": len(differing),
         "formed_otherwise": formed_otherwise[:NAMES_MAX],
         "formed_otherwise_count": len(formed_otherwise),
+        "same": beside is not None and resident_digest(beside) == resident_digest(manifest),
         "seconds": round(time.monotonic() - started_s, 6),
     }
 

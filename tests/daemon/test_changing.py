@@ -301,10 +301,17 @@ def test_a_lease_switches_and_the_one_it_had_is_freed(model: Path, other: Path, 
         assert answer.code == GenerationGone.code
 
 
-def test_status_shows_what_is_held(model: Path, other: Path, runtime_dir: Path) -> None:
-    with scripted_daemon(model, runtime_dir) as served:
+def test_status_shows_what_is_held_and_where_a_link_led_when_it_was_loaded(
+    model: Path, other: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    latest = tmp_path / "latest"
+    latest.symlink_to(model)
+    with scripted_daemon(latest, runtime_dir) as served:
         served.wait_until("ready")
-        Changer(served).update(from_directory(other))
+        latest.unlink()
+        latest.symlink_to(other)
+        held = Changer(served).update(from_directory(latest)).generations
+        assert [one.origin for one in held] == [str(other), str(model)]
         report = served.report()
         assert isinstance(report, Report)
         assert [one.standing for one in report.held] == ["current", "previous"]

@@ -40,6 +40,28 @@ def test_as_many_are_kept_as_the_options_or_the_change_say(model: Path, runtime_
         assert standings(changer.state()) == [(last, "current")]
 
 
+def test_a_pinned_version_that_is_loaded_again_is_held_once_and_pinned_still(
+    model: Path, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """However often; and after the keeper was killed."""
+    (other,) = several(model, tmp_path, 1)
+    with supervised_daemon(model, runtime_dir, script={}) as served:
+        served.wait_until("ready")
+        changer = Changer(served)
+        for _ in range(2):
+            pinned = str(changer.update(from_directory(other)).current)
+            changer.ask(Pin(generation=pinned, pinned=True), RankState)
+            between = str(changer.update(from_directory(model)).current)
+        last = str(changer.update(from_directory(other)).current)
+        served.wait_logged("generation dropped", generation=pinned)
+        killed = len(served.log.lines)
+        served.kill_keeper()
+        served.wait_ready_again(killed)
+        held = changer.state().generations
+        assert [(one.generation, one.pinned) for one in held] == [(last, True), (between, True)], held
+        assert [one.pinned_for_s is None for one in held] == [True, False], "one of them for the grace alone"
+
+
 def test_pinned_and_leased_ones_stay_until_they_are_not(model: Path, runtime_dir: Path, tmp_path: Path) -> None:
     one, two = several(model, tmp_path, 2)
     with scripted_daemon(model, runtime_dir, "--keep-generations", "0") as served:
@@ -148,7 +170,7 @@ def test_what_an_engine_still_maps_is_measured_though_no_lease_says_so(
             assert free < needed < free + 120 * MIB, "what nobody lists is what it lacks"
             assert "beside 1 generation of 120 MiB" in why
             changer.decide(transaction, commit=False)
-            assert bytes(mapping.view()[:2]) == b"\1\0", "the engine has it still"
+            assert bytes(mapping.view()[:1]) == b"\1", "the engine has it still"
         third = changer.update(from_directory(two)).current
         assert third not in (first, second)
 

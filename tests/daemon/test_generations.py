@@ -96,6 +96,15 @@ def test_a_grace_pins_until_it_is_over(clock: list[float]) -> None:
     assert held.to_free(()) == [A]
 
 
+def test_a_pin_is_of_a_version_and_goes_to_its_newest_generation() -> None:
+    held = holding(A, B, C, keep=0)
+    held.pins.update((A, B))
+    held.add(published(generation(id=D, receipts_version=f"receipts:{A}"), staged=True))
+    assert held.outdated_pins() == {}, "what was never served may yet be given up"
+    held.make_current(D)
+    assert held.outdated_pins() == {A: D}
+
+
 def test_what_is_removed_is_pinned_and_granted_no_more(clock: list[float]) -> None:
     held = holding(A, B)
     held.pins.add(A)

@@ -122,4 +122,15 @@ def test_another_place_is_no_other_form(granted: HonestGrant) -> None:
     turned = {"large": tensor(9, 3_000_000), "empty": TensorBytes("uint8", (0,), b"")}
     turned |= {f"layer.{number}": tensor(number + 1) for number in range(30)}
     with honest_grant(turned, config=CONFIG, aliases={"tied": "layer.3"}, receipts="b" * 64) as other:
-        assert verify(other.fds[0], [other.fds[1]], beside_fd=granted.fds[0])["formed_otherwise_count"] == 0
+        found = verify(other.fds[0], [other.fds[1]], beside_fd=granted.fds[0])
+    assert (found["formed_otherwise_count"], found["same"]) == (0, False)
+
+
+def test_equal_bytes_under_every_name_are_the_same_weights_wherever_they_lie(granted: HonestGrant) -> None:
+    turned = {"large": tensor(7, 3_000_000), "empty": TensorBytes("uint8", (0,), b"")}
+    turned |= {f"layer.{number}": tensor(number) for number in range(30)}
+    for one, same in (({}, True), ({"layer.7": tensor(8)}, False)):
+        with honest_grant(turned | one, config=CONFIG, aliases={"tied": "layer.3"}, receipts="b" * 64) as other:
+            found = verify(other.fds[0], [other.fds[1]], beside_fd=granted.fds[0])
+        assert (found["formed_otherwise_count"], found["same"]) == (0, same)
+    assert not verify(granted.fds[0], [granted.fds[1]])["same"], "beside nothing"

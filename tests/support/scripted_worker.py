@@ -2,7 +2,8 @@
 numpy.
 
 The script is JSON in ``WEIGHTCACHED_TEST_WORKER``. Without any step it loads honestly: one segment of
-``segment_nbytes`` zero bytes, written to once, and a manifest with one row. Keys:
+``segment_nbytes`` bytes, a one, what tells the checkpoint's bytes from others', and zeros, and a manifest with one row.
+Keys:
 
 - ``segment_nbytes``: size of the segment (default 4096); all of it is memory in use
 - ``receipts``: true to take the checkpoint's real receipts (default), false for made-up ones that are not trusted
@@ -113,6 +114,14 @@ def receipts_of(model_dir: str) -> tuple[str, bool, bool, str]:
     return receipts.sha256, receipts.trusted, receipts.is_young(), receipts.rule
 
 
+def written_of(model_dir: str) -> bytes:
+    """What the segment begins with."""
+    hasher = xxhash.xxh3_64()
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        hasher.update(path.read_bytes())
+    return (b"\1" + hasher.digest())[:NBYTES]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
@@ -127,6 +136,7 @@ def main() -> None:
     point("job", channel)
     counts = AccountingCounts(expected=1, loaded=1, ignored=0, unexpected=0)
     sha256, trusted, young, rule = receipts_of(job.model_dir)
+    written = written_of(job.model_dir)
     channel.send(
         Planned(
             segments_nbytes=(NBYTES,),
@@ -147,13 +157,13 @@ def main() -> None:
     channel.send(Progress(stage="read", bytes_done=0, bytes_total=NBYTES))
     if NBYTES:
         os.posix_fallocate(segment, 0, NBYTES)
-    os.pwrite(segment, b"\1", 0)
+    os.pwrite(segment, written, 0)
     channel.send(Progress(stage="read", bytes_done=NBYTES // 2, bytes_total=NBYTES))
     point("progress", channel)
     if SPOILED and "flip" in SCRIPT:
         os.pwrite(segment, b"\xff", SCRIPT["flip"])
     keep_mapping(segment)
-    report(channel, job, memory)
+    report(channel, job, memory, written)
 
 
 def keep_mapping(segment: int) -> None:
@@ -173,15 +183,15 @@ def keep_mapping(segment: int) -> None:
         child.stdout.readline()
 
 
-def digest_of_segment() -> bytes:
-    """Of what is written: a one, and zeros."""
-    hasher, zeros = xxhash.xxh3_128(b"\1"), bytes(1 << 20)
-    for left in range(NBYTES - 1, 0, -len(zeros)):
+def digest_of_segment(written: bytes) -> bytes:
+    """Of that, and zeros."""
+    hasher, zeros = xxhash.xxh3_128(written), bytes(1 << 20)
+    for left in range(NBYTES - len(written), 0, -len(zeros)):
         hasher.update(zeros[:left])
     return hasher.digest()
 
 
-def report(channel: Channel, job: Job, memory: Memory) -> None:
+def report(channel: Channel, job: Job, memory: Memory, written: bytes) -> None:
     config = CacheConfig.model_validate(job.config)
     seconds = {"read": 0.001}
     meta = ManifestMeta(
@@ -196,7 +206,7 @@ def report(channel: Channel, job: Job, memory: Memory) -> None:
         bytes_kept=NBYTES,
         seconds=seconds,
     )
-    row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", digest_of_segment())
+    row = Row("weight", 0, 0, NBYTES, (NBYTES,), (1,), "uint8", digest_of_segment(written))
     data = encode_manifest(meta, [row], NameAccounting(expected=("weight",), loaded=("weight",)))
     fd = host.allocate(len(data), name=names.manifest_name(job.generation))
     os.pwrite(fd, data, 0)

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -485,6 +486,24 @@ def test_an_update_to_what_is_served_leaves_what_can_be_rolled_back_to(
     update(newer, runtime_dir=at)
     arguments = ["--runtime-dir", str(at)]
     assert commands.update_main(["--model", str(newer), *arguments]) == commands.DONE_EXIT
+    rollback(runtime_dir=at)
+    assert [one.state().current for one in map(Changer, ranks)] == before
+
+
+def test_a_copy_of_what_is_served_leaves_what_can_be_rolled_back_to(ranks: list[Daemon], at: Path, newer: Path) -> None:
+    """Other files, whose digest nobody knows yet: only by that they are seen to be the version that is served."""
+    before = [one.state().current for one in map(Changer, ranks)]
+    update(newer, runtime_dir=at)
+    served = [Changer(one).current() for one in ranks]
+    copy = shutil.copytree(newer, newer.with_name("copy"))
+    changed = update(copy, runtime_dir=at)
+    assert (changed.already, changed.away) == (False, ()), "where the files are now is known from then on"
+    states = [Changer(one).state() for one in ranks]
+    assert [one.current in served for one in states] == [False, False]
+    assert {info.origin for one in states if (info := one.generation(one.current)) is not None} == {str(copy)}
+    eventually(
+        lambda: not any(one.state().generation(old) for one, old in zip(map(Changer, ranks), served, strict=True))
+    )
     rollback(runtime_dir=at)
     assert [one.state().current for one in map(Changer, ranks)] == before
 
