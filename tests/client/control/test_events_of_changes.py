@@ -19,8 +19,9 @@ import pytest
 
 from tests.client.publish.test_publish import trained, where
 from tests.support.checkpoints import tiny_llama
-from tests.support.commanding import Changer, other_weights, standings
+from tests.support.commanding import Changer, standings
 from tests.support.daemons import REAL, TIMEOUT_S, Daemon
+from tests.support.fine_tuned import fine_tuned
 from tests.support.groups import group
 from tests.support.unprivileged import ROOT
 from weightcached.client import WeightSet, attach
@@ -187,7 +188,7 @@ def swap(weights: WeightSet, to: str) -> None:
 def test_changes_and_the_leases_of_an_engine_that_follows_are_told_in_order_and_once(
     model: Path, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    other, broken = other_weights(model, tmp_path / "other"), tmp_path / "broken"
+    other, broken = fine_tuned(model, tmp_path / "other"), tmp_path / "broken"
     shutil.copytree(model, broken)
     os.truncate(broken / "model.safetensors", (broken / "model.safetensors").stat().st_size - 10)
     with group(model, runtime_dir, scripts={0: None, 1: None}) as ranks, following(ranks) as now:
