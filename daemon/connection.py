@@ -38,6 +38,7 @@ from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
     Event,
+    GiveUp,
     Hello,
     Message,
     Ping,
@@ -171,6 +172,8 @@ class Connection:
             await self._switch(message)
         elif isinstance(message, Stage):
             await self._stage(message)
+        elif isinstance(message, GiveUp):
+            raise ProtocolError("nothing is pushed on this connection", expected="Stage, before GiveUp", found="GiveUp")
         elif isinstance(message, Hello | Resume):
             if self._lease is not None:
                 found = type(message).__name__

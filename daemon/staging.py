@@ -30,7 +30,8 @@ from weightcached.protocol.errors import (
 )
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.framing import PeerClosed
-from weightcached.protocol.messages import Stage, Staged
+from weightcached.protocol.messages import GiveUp, Stage, Staged
+from weightcached.protocol.text import one_line
 
 _LOADING_INTERVAL_S = 1.0
 
@@ -87,7 +88,8 @@ class Staging:
         try:
             await _first(deciding, attendance.lost)
             if not deciding.done():
-                log.info("lost", extra={"transaction": stage.transaction, "pushed_by": stage.name})
+                why = attendance.lost.result()
+                log.info("lost", extra={"transaction": stage.transaction, "pushed_by": stage.name, "reason": why})
                 await self._give_up(stage.transaction)
         finally:
             deciding.cancel()
@@ -126,6 +128,8 @@ class _Attendance:
         try:
             frame = await self._channel.receive()
             frame.fds.close()
+            if isinstance(frame.message, GiveUp):
+                self.lose(f"it has given up: {one_line(frame.message.reason)}")
             self.lose(f"it said {type(frame.message).__name__}, where nothing is said any more")
         except (PeerClosed, ConnectionError):
             self.lose("its connection has ended")
@@ -144,7 +148,7 @@ class _Attendance:
         )
         try:
             await _first(loading, self.lost)
-            if self.lost.done() and not loading.done():
+            if self.lost.done() and (not loading.done() or isinstance(loading.exception(), StageLost)):
                 raise StageLost(
                     "the trainer went away before all was pushed",
                     expected=f"a push by {self._request.stage.name}",

@@ -116,6 +116,12 @@ class Stage(Message):
     bucket_count: Annotated[int, Field(ge=1, le=BUCKETS_MAX)]
 
 
+class GiveUp(Message):
+    """After :class:`Stage`, instead of the decision: the trainer pushes no more, and says why. Not answered."""
+
+    reason: LongText
+
+
 class Switch(Message):
     """On a lease: ask for another generation, by its id or its version; with neither for the one granted now.
 
@@ -425,7 +431,7 @@ class Dialect:
 
 CLIENT_TO_DAEMON = Dialect(
     "client to daemon",
-    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch, 7: Stage},
+    {1: Hello, 2: Status, 3: Ping, 4: Resume, 5: Release, 6: Switch, 7: Stage, 8: GiveUp},
     body_max_bytes=CLIENT_BODY_MAX_BYTES,
     fds_max=0,
     items_max=4 * 1024,

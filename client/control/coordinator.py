@@ -63,9 +63,9 @@ ANSWER_S = 30.0
 """For how long a daemon that is there may take over one answer: none of them waits for a load."""
 APPLYING_S = 8.0
 """Within which a rank is asked again to act upon a decision, where it could not read the leader's record."""
-LAST_LOOK_S = 1.0
+LAST_LOOK_S = 2.0
 """For finding out who is late, once the time is over."""
-GIVING_UP_S = 5.0
+GIVING_UP_S = 4.0
 """What giving up a change may then take, beyond the time that was given."""
 _PAUSE_S = 0.1
 
@@ -211,7 +211,8 @@ class Coordinator:
         """
         answers: Mapping[int, Answer] = {}
         if course.phase is Phase.WAIT:
-            answers = await self._answers(asks(course), Deadline.after(LAST_LOOK_S))
+            self._deadline = Deadline.after(LAST_LOOK_S)
+            answers = await self._answers(asks(course))
             course = after(course, answers)
             if course.phase is not Phase.WAIT:
                 return course
@@ -224,16 +225,15 @@ class Coordinator:
     def _words(self, asked: Iterable[Ask]) -> str:
         return ", ".join(self._group.members[one.rank].word for one in asked)
 
-    async def _answers(self, asked: tuple[Ask, ...], deadline: Deadline | None = None) -> dict[int, Answer]:
-        answers = await asyncio.gather(*(self._answer(one, deadline) for one in asked))
+    async def _answers(self, asked: tuple[Ask, ...]) -> dict[int, Answer]:
+        answers = await asyncio.gather(*(self._answer(one) for one in asked))
         return {one.rank: answer for one, answer in zip(asked, answers, strict=True)}
 
-    async def _answer(self, one: Ask, deadline: Deadline | None = None) -> Answer:
+    async def _answer(self, one: Ask) -> Answer:
         member = self._group.members[one.rank]
         if member.place is None:
             return Silence("nobody is known to be this rank")
-        if deadline is None:
-            deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
+        deadline = (self._deadline if one.verb in _BEGINNING else self._latest).within(ANSWER_S)
         if one.verb is Verb.AWAIT:
             deadline = deadline.within(SLICE_S + PATIENCE_S)  # what the others say is not to be missed
         soon = deadline.within(APPLYING_S)

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 import xxhash
@@ -41,6 +41,7 @@ from weightcached.protocol.messages import (
     CLIENT_TO_DAEMON,
     DAEMON_TO_CLIENT,
     WAIT_MAX_S,
+    GiveUp,
     Loading,
     Message,
     Refused,
@@ -66,6 +67,8 @@ from weightcached.protocol.push_messages import (
 
 GIVING_UP_S = 2.0
 """What a trainer whose time is over may take to say so by itself, before daemons give it up."""
+REASON_MAX = 4096
+"""Characters of why a trainer gives up."""
 _REASON_TIMEOUT_S = 20.0
 """For the daemon to say why its worker is gone."""
 _Kind = TypeVar("_Kind", bound=Message)
@@ -241,6 +244,23 @@ class RankPush:
         until it is decided this is to be kept open.
         """
         self._say(Assign(version=version))
+
+    def give_up(self, reason: str, *, deadline: Deadline) -> None:
+        """Have the daemon know why the push ends, if it listens: then :meth:`hear_out` and :meth:`close`. Of no effect
+        once it is closed, and in a forked child.
+        """
+        if self._worker is None:
+            return
+        with suppress(PeerClosed, TimeoutError):
+            self._daemon.send(GiveUp(reason=reason[:REASON_MAX]), deadline=deadline)
+
+    def hear_out(self, *, deadline: Deadline) -> None:
+        """Wait until the daemon has ended the push, too, so that it is over for the reason that was given."""
+        if self._worker is None:
+            return
+        with suppress(PeerClosed, TimeoutError, ContractError):
+            while True:
+                self._daemon.receive(deadline=deadline).fds.close()
 
     def close(self) -> None:
         """Give everything back: a push that is not finished is given up by the daemon. In a forked child only its own

@@ -23,6 +23,7 @@ from weightcached.client.publish.group import GroupPush
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Value
 from weightcached.protocol.control import FromTrainer
+from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import InvalidOption, ProtocolError, StageLost
 from weightcached.protocol.messages import (
     BUCKET_MAX_NBYTES,
@@ -31,9 +32,11 @@ from weightcached.protocol.messages import (
     BUCKETS_MAX,
     SHORT_TEXT_MAX,
 )
-from weightcached.protocol.text import shown
+from weightcached.protocol.text import one_line, shown
 
 BUCKET_NBYTES = 16 << 20
+SAYING_WHY_S = 3.0
+"""For having all ranks know why a push is given up: they would find out that it is by themselves."""
 BUCKET_COUNT = 3
 """At each rank: one is written, one read, and one on its way."""
 
@@ -131,8 +134,8 @@ class Publication:
         try:
             self._push = self._opened.result()
             self.seconds["begin"] = time.monotonic() - began_s
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._end(error)
             raise
         return self
 
@@ -195,12 +198,18 @@ class Publication:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._end(error)
 
-    def _end(self) -> None:
-        """Wait for the change's end; what was not pushed whole is given up."""
+    def _end(self, error: BaseException | None) -> None:
+        """Wait for the change's end; what was not pushed whole is given up, and every rank told why: ``error``."""
         self._push = None
         if not self._all_pushed.done():
+            reason = "it was left without a commit" if error is None else one_line(f"{type(error).__name__}: {error}")
+            soon = Deadline.after(SAYING_WHY_S)
+            for one in self._begun:
+                one.give_up(reason, deadline=soon)
+            for one in self._begun:
+                one.hear_out(deadline=soon)
             self._all_pushed.set_exception(StageLost("the trainer gave the push up", next_step="push again"))
             self._close()
         self._thread.join()

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import tiny_llama
-from tests.support.daemons import TIMEOUT_S, Daemon, daemon, scripted_daemon, start, supervised_daemon
+from tests.support.daemons import TIMEOUT_S, Daemon, ask, daemon, scripted_daemon, start, supervised_daemon
 from tests.support.plain import tensors_of
 from tests.support.resources import open_fds
 from tests.support.staging import (
@@ -36,6 +36,7 @@ from tests.support.staging import (
 )
 from tests.support.unprivileged import NOBODY, command_as
 from weightcached.client import attach
+from weightcached.client.publish import publish, stage
 from weightcached.client.publish.rank import RankPush
 from weightcached.client.publish.values import Box, Given
 from weightcached.protocol.assigned import is_assigned
@@ -47,6 +48,7 @@ from weightcached.protocol.errors import (
     UpdateConflict,
     WorkerDied,
 )
+from weightcached.protocol.messages import GiveUp, Refused
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_key_value_heads": 2}
 
@@ -120,6 +122,32 @@ def test_a_trainer_that_dies_gives_up_its_stage_and_nothing_else(served: Daemon)
     assert (report.model, report.last_error) == (str(served.model_dir), None)
     with push_begun(served, begin_push(served)) as push:
         push_and_finish(push, trained(served))
+
+
+def test_a_trainer_that_gives_up_says_why_and_that_is_why_its_change_failed(served: Daemon) -> None:
+    """By the client's whole way, whose coordinator gives the change up, too: what the rank says is not its doing."""
+    options: dict[str, Any] = {"runtime_dir": served.place.runtime_dir, "partial": True}
+
+    def why() -> str:
+        change = describe(served).change
+        assert change is not None
+        assert (change.state, change.error_code) == ("failed", "stage_lost")
+        return str(change.error)
+
+    with pytest.raises(PushMismatch, match="has no tensor"):
+        publish({"qkv_proj.weight": torch.zeros(4)}, **options)
+    assert "it has given up: PushMismatch: the checkpoint that is served has no tensor 'qkv_proj.weight'" in why()
+    with pytest.raises(ZeroDivisionError), stage(**options):
+        _ = 1 / 0
+    assert "it has given up: ZeroDivisionError: division by zero" in why()
+    with stage(**options):
+        pass
+    assert "it has given up: it was left without a commit" in why()
+    channel = served.connect()
+    refused = ask(channel, GiveUp(reason="nothing was begun"))
+    channel.close()
+    assert isinstance(refused, Refused)
+    assert "nothing is pushed on this connection" in refused.message
 
 
 def test_a_change_that_no_trainer_begins_to_push_for_is_given_up(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.client.engine.test_processes import PROMPT, TIMEOUT_S, Engine, engine, wait_lease
-from tests.support.daemons import supervised_daemon
+from tests.support.daemons import daemon, supervised_daemon
+from tests.support.eventually import eventually
 from tests.support.fine_tuned import fine_tuned
 from tests.support.groups import kill_and_wait
 from tests.support.plain import tensors_of
@@ -127,3 +128,33 @@ def test_tokens_are_those_of_each_version_through_updates_rollbacks_pushes_and_a
         assert status["following"]["error"] is None
         assert served.end(signal.SIGTERM) == 0
         assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_daemon_that_is_started_anew_without_a_vault_is_followed(
+    tiny: Path, tmp_path: Path, runtime_dir: Path
+) -> None:
+    """It serves its own checkpoint again, and then what it is updated to; the engine had gone on with neither."""
+    b, c = fine_tuned(tiny, tmp_path / "b"), fine_tuned(tiny, tmp_path / "c", every=3)
+    with daemon(tiny, runtime_dir) as first:
+        first.wait_until("ready")
+        with engine(tiny, runtime_dir, "--port", "0", "--follow", mode="require") as served:
+            served.wait_ready()
+
+            def follows(model: Path, current: str | None) -> None:
+                eventually(lambda: served.ask("/status")["weights"]["generation"] == current)
+                assert tuple(served.generate(TOKENS)) == of_disk(model)
+
+            update(c, runtime_dir=runtime_dir)
+            follows(c, first.report().generation)
+            first.stop(signal.SIGKILL)
+            wait_lease(served, "detached")
+            with daemon(tiny, runtime_dir) as anew:
+                follows(tiny, anew.wait_until("ready").generation)
+                assert wait_lease(served, "connected", resumes=1)["obstacle"] is None
+                update(b, runtime_dir=runtime_dir)
+                follows(b, anew.report().generation)
+            assert served.ask("/status")["weights"]["following"]["error"] is None
+            assert served.end(signal.SIGTERM) == 0
+            assert "Traceback" not in served.log.read_text()
