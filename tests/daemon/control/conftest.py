@@ -29,7 +29,13 @@ def claim(runtime_dir: Path) -> Iterator[Claim]:
 
 
 @pytest.fixture
-def on_loop() -> Iterator[OnLoop]:
-    """Runs a coroutine on uvloop's loop."""
+def on_loop(request: pytest.FixtureRequest) -> Iterator[OnLoop]:
+    """Runs a coroutine on uvloop's loop, within the time that a test has: no signal of pytest's ends that loop."""
+
+    async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async with asyncio.timeout(limit_s):
+            return await coroutine
+
+    limit_s = 0.8 * float(request.config.getini("timeout"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        yield runner.run
+        yield lambda coroutine: runner.run(in_time(coroutine))

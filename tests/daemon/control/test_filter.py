@@ -123,7 +123,10 @@ speaker = zmq.Context().socket(getattr(zmq, kind))
 speaker.set(zmq.RECONNECT_IVL, -1)
 ended = speaker.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 speaker.connect(f"ipc://{path}")
-speaker.send_multipart([bytes.fromhex(part) for part in said])
+try:
+    speaker.send_multipart([bytes.fromhex(part) for part in said], zmq.NOBLOCK)
+except zmq.Again:  # shown out already, and not to come again
+    pass
 print("shown out" if ended.poll(20_000) else "let in", flush=True)
 os._exit(0)
 """
