@@ -17,7 +17,7 @@ def costs_at_most(times: float, work: Callable[[], object], *, of: Callable[[], 
 
 
 def _processor_s(work: Callable[[], object]) -> float:
-    """Without looking for cycles meanwhile: what tests before have left is looked at then, which costs more than work."""
+    """Without a look for cycles meanwhile, which would go over all that tests before have left."""
     gc.collect()
     with collector_paused():
         began_s = time.process_time()
