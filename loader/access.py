@@ -201,21 +201,22 @@ class Direct:
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Nothing: there is nowhere to put it."""
 
-    def begin(self, file: str, offset: int, nbytes: int) -> None:
-        """Reads what fits into this thread's memory: the disk is busy while others take memory for what is filled."""
-        with suppress(OSError):  # it shows when the bytes are wanted
-            self._local.begun = (file, offset, self._read(file, offset, nbytes))
+    begin = expect
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
+        fd, block = self._fds[file], self._block()
         done = 0
         for buffer in buffers:
             filled = 0
             while filled < len(buffer):
-                block = self._take(file, offset + done, len(buffer) - filled)
-                if not block:
+                at = offset + done
+                start = at // _BLOCK_NBYTES * _BLOCK_NBYTES
+                stop = -(-(at + len(buffer) - filled) // _BLOCK_NBYTES) * _BLOCK_NBYTES
+                got = os.preadv(fd, [block[: min(stop - start, len(block))]], start)
+                some = min(got - (at - start), len(buffer) - filled)
+                if some <= 0:
                     raise EOFError(done)
-                some = min(len(block), len(buffer) - filled)
-                _move(buffer[filled : filled + some], block[:some])
+                _move(buffer[filled : filled + some], block[at - start : at - start + some])
                 filled += some
                 done += some
 
@@ -227,20 +228,6 @@ class Direct:
         """Close every descriptor. Safe to call again."""
         while self._fds:
             os.close(self._fds.popitem()[1])
-
-    def _take(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """The same, or what was begun there."""
-        begun, self._local.begun = getattr(self._local, "begun", None), None
-        return begun[2] if begun is not None and begun[:2] == (file, offset) else self._read(file, offset, nbytes)
-
-    def _read(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """The file's bytes from ``offset``, as many as come at once and perhaps more than ``nbytes``; none at its end.
-        In this thread's memory, where what was read before is gone.
-        """
-        start, stop = offset // _BLOCK_NBYTES * _BLOCK_NBYTES, -(-(offset + nbytes) // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        block = self._block()
-        got = os.preadv(self._fds[file], [block[: stop - start]], start)
-        return block[offset - start : max(got, offset - start)]
 
     def _block(self) -> memoryview:
         if not hasattr(self._local, "block"):

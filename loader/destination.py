@@ -111,7 +111,7 @@ class Destination(Protocol):
         ...
 
     def prepare(self, segment: int, start: int, stop: int) -> None:
-        """Bytes ``start .. stop`` of a segment will be filled soon."""
+        """Bytes ``start .. stop`` of a segment will be filled next, by this thread."""
         ...
 
     def port(self, slab_nbytes: int) -> AbstractContextManager[Port]:

@@ -29,7 +29,7 @@ from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
 from weightcached.loader.straight import Offered
-from weightcached.loader.strategy import RUN_NBYTES, Strategy, choose
+from weightcached.loader.strategy import Strategy, choose
 from weightcached.loader.turns import Digests
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
@@ -72,7 +72,6 @@ def execute(
     segments: Target,
     *,
     strategy: LoadStrategy = "auto",
-    digested: bool = False,
     threads: int | None = None,
     slab_nbytes: int | None = None,
     progress: Progress | None = None,
@@ -82,12 +81,12 @@ def execute(
 
     A destination is left here.
 
-    ``digested`` as for `choose`. ``expendable``: a file that becomes shorter meanwhile may kill this process; where
-    ranges are strided, it is faster. ``threads``, ``slab_nbytes``: by default, as the strategy needs them. Padding is
-    written as zeros, whatever was there. Blocks until all is written; on failure until every thread has stopped. Raises
-    TruncatedFile or CheckpointError (unreadable, or not finite where it must be) naming file and tensor,
-    DeploymentError when the files cannot be read as ``strategy`` says, InsufficientMemory when the segment cannot grow,
-    and what ``progress`` and the destination raise.
+    ``expendable``: a file that becomes shorter meanwhile may kill this process; where ranges are strided, it is faster.
+    ``threads``, ``slab_nbytes``: by default, as the strategy needs them. Padding is written as zeros, whatever was
+    there. Blocks until all is written; on failure until every thread has stopped. Raises TruncatedFile or
+    CheckpointError (unreadable, or not finite where it must be) naming file and tensor, DeploymentError when the files
+    cannot be read as ``strategy`` says, InsufficientMemory when the segment cannot grow, and what ``progress`` and the
+    destination raise.
     """
     parameters = [placed.parameter for placed in placement.placed]
     free_nbytes = min(room.free_nbytes for room in rooms())
@@ -98,7 +97,6 @@ def execute(
             look(files),
             free_nbytes=free_nbytes,
             asked=strategy,
-            digested=digested,
             resident_on_host=destination.on_host,
             straight=None if destination.on_host else offered.why_not,
         )
@@ -129,8 +127,6 @@ class _Team:
         self._slab_nbytes = slab_nbytes
         self._ahead_nbytes = strategy.ahead_nbytes
         self._run_nbytes = strategy.run_nbytes
-        self._pages_ahead = strategy.pages_ahead
-        self._segments_nbytes = placement.segments_nbytes
         self._pending: Iterator[Slab] = staggered(
             itertools.chain.from_iterable(
                 slabs(placed.parameter, slab_nbytes=slab_nbytes) for placed in placement.placed
@@ -152,8 +148,6 @@ class _Team:
         """
         self._straight = straight
         team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
-        if self._pages_ahead:
-            team.insert(0, threading.Thread(target=self._take_pages, name="weightcached-pages"))
         started = []
         try:
             for thread in team:
@@ -175,17 +169,6 @@ class _Team:
     def executed(self) -> Executed:
         digests = {name: self._digests.of(placed.parameter.alias_of or name) for name, placed in self._placed.items()}
         return Executed(digests, self._traffic)
-
-    def _take_pages(self) -> None:
-        """All of the memory, from its beginning, ahead of those that fill it."""
-        try:
-            for segment, nbytes in enumerate(self._segments_nbytes):
-                for start in range(0, nbytes, RUN_NBYTES):
-                    if self._failure is not None:
-                        return
-                    self._destination.prepare(segment, start, min(start + RUN_NBYTES, nbytes))
-        except BaseException as failure:  # noqa: BLE001 - raised again by `run`, in the thread that waits for us
-            self._fail(failure)
 
     def _work(self) -> None:
         try:

@@ -85,15 +85,14 @@ def load(
     also_trusted: Collection[str] = (),
     progress: Progress | None = None,
     strategy: LoadStrategy = "auto",
-    digested: bool = False,
     expendable: bool = False,
 ) -> Loaded:
     """Fill ``segments``, of ``prepared.placement.segments_nbytes`` bytes, from the checkpoint.
 
     Blocks. Descriptors stay the caller's, are not mapped here, and are of use only if this returns: a failure leaves
-    them half filled. ``digested`` and ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not
-    what it was when the checkpoint was opened, another CheckpointError when one cannot be read or used,
-    InsufficientMemory, and what ``progress`` raises.
+    them half filled. ``expendable`` as in ``execute``. Raises CheckpointChanged when a file is not what it was when the
+    checkpoint was opened, another CheckpointError when one cannot be read or used, InsufficientMemory, and what
+    ``progress`` raises.
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "load"):
@@ -102,7 +101,6 @@ def load(
             checkpoint.files,
             segments,
             strategy=strategy,
-            digested=digested,
             progress=progress,
             expendable=expendable,
         )

@@ -70,7 +70,7 @@ def restore(
     """
     started_s = time.perf_counter()
     try:
-        executed = execute(placement, snapshot.files, segments, strategy=strategy, digested=True, progress=progress)
+        executed = execute(placement, snapshot.files, segments, strategy=strategy, progress=progress)
     except TruncatedFile as error:
         raise SnapshotUnusable(
             error.message, expected=error.expected, found=error.found, where=snapshot.folder

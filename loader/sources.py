@@ -59,12 +59,8 @@ class Source(Protocol):
         """What will be allocated and read, and which content it is. Reads no weight."""
         ...
 
-    def fill(
-        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
-    ) -> Filled:
-        """Fill the segments. Blocks. ``digested``: whether the files' content digest is known already. Raises what
-        loading raises.
-        """
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
+        """Fill the segments. Blocks. Raises what loading raises."""
         ...
 
 
@@ -118,9 +114,7 @@ class CheckpointSource:
             ),
         )
 
-    def fill(
-        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
-    ) -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         loaded = pipeline.load(
             self._checkpoint,
             self._prepared,
@@ -128,7 +122,6 @@ class CheckpointSource:
             also_trusted=self._also_trusted,
             progress=progress,
             strategy=strategy,
-            digested=digested,
             expendable=True,
         )
         figures, encode = loaded.figures, partial(pipeline.encode, loaded, self._prepared)
@@ -159,9 +152,7 @@ class SnapshotSource:
             digest=self._snapshot.digest,
         )
 
-    def fill(
-        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
-    ) -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         restored = snapshot.restore(self._snapshot, self.placement, segments, progress=progress, strategy=strategy)
         encode = partial(snapshot.encode, self._snapshot, restored, self.placement, self._config)
         return Filled(restored.bytes_read, self._snapshot.manifest.content_nbytes, restored.seconds, encode)
@@ -190,9 +181,7 @@ class EngineSource:
             accounting=AccountingCounts(expected=0, loaded=0, ignored=0, unexpected=0),  # the engine's own to check
         )
 
-    def fill(
-        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
-    ) -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         encode, seconds = self._state.copy(segments, progress)
         return Filled(self._state.files_nbytes, self._state.content_nbytes, seconds, encode)
 

@@ -7,7 +7,7 @@ Pure choice, from what `access.py` has seen of the files and from how much memor
 | ``read`` | through the page cache, which ranks of a host share | where nothing else is |
 | ``prefetch`` | the same, asked for far ahead, by many threads | files far away: each answer takes long |
 | ``gds`` | past the host, into a GPU's memory (GPUDirect Storage) | files not in the page cache, where it works |
-| ``direct`` | past the page cache (O_DIRECT) | nobody else wants what would lie there, or there is no room for it |
+| ``direct`` | past the page cache (O_DIRECT) | no room there beside the shard, and nobody shares |
 | ``mmap`` | copied out of a mapping of the file | never: its page faults cost more than reads |
 """
 
@@ -41,9 +41,6 @@ lock and at the kernel's allocator of pages.
 WAITING_THREADS = 16
 """Where they wait for answers most of the time: each has one request under way."""
 
-DIRECT_THREADS = 8
-"""The same past the page cache, where nothing is read ahead of them: enough to keep a disk busy while some copy."""
-
 SLABS_NBYTES = 32 << 20
 """What all threads work on at a time, together; quantizing takes about as much again for its own."""
 
@@ -56,11 +53,6 @@ RUNS_MIN = 32
 WAITING_RUN_NBYTES = 128 << 20
 """The same where threads wait for a disk: the kernel reads ahead of each, further and in larger pieces the longer it
 reads on from one place.
-"""
-
-DIRECT_RUN_NBYTES = 8 << 20
-"""The same past the page cache: what a thread reads at a time, twice. Threads go through a file side by side, behind
-whoever makes the pages for them.
 """
 
 AHEAD_NBYTES = 32 << 20
@@ -98,8 +90,6 @@ class Strategy:
     apart: bool
     """Whether each thread waits for the disk at a place of its own in the file."""
     ahead_nbytes: int
-    pages_ahead: bool
-    """Whether a thread of its own takes the memory, ahead of those that fill it: a disk is not to wait for that."""
     reason: str
 
 
@@ -109,13 +99,11 @@ def choose(
     *,
     free_nbytes: int,
     asked: LoadStrategy = "auto",
-    digested: bool = False,
     resident_on_host: bool = True,
     straight: Callable[[], str | None] | None = None,
 ) -> Strategy:
     """The strategy for filling ``parameters`` from ``files``, while ``free_nbytes`` of the host's memory are free.
 
-    ``digested``: whether nobody will read the files for their content digest, once they are loaded.
     ``resident_on_host``: whether what is filled takes of that; a device's memory does not. ``straight``: says, when it
     is asked, why strategy ``gds`` cannot be taken, or None; without it nobody has thought of that.
     """
@@ -130,25 +118,22 @@ def choose(
     exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files[file].nbytes)
     read = {file: files[file] for file, nbytes in wanted.items() if nbytes}
     total = sum(wanted.values())
-    # Another daemon or engine of this host would map what is resident here, not read the files; a GPU's could not.
-    alone = digested and resident_on_host and not exact
     name, why = (
         (asked, "asked for")
         if asked != "auto"
-        else _decide(read, total, kept, resident if resident_on_host else 0, free_nbytes, straight, alone=alone)
+        else _decide(read, total, kept, resident if resident_on_host else 0, free_nbytes, straight)
     )
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
     waiting = name in ("prefetch", "direct", "gds") or (name == "read" and _cached_share(read) < CACHED_SHARE)
-    threads = DIRECT_THREADS if name == "direct" else WAITING_THREADS if waiting else THREADS
+    threads = WAITING_THREADS if waiting else THREADS
     return Strategy(
         name,
         exact if name not in ("prefetch", "gds") else frozenset(files),
         threads,
         min(SLAB_NBYTES, SLABS_NBYTES // threads),
         _run_nbytes(name, resident, waiting),
-        waiting and name == "read",
+        waiting and name not in ("prefetch", "gds"),
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,
-        name == "direct",
         f"{name}: {why}; {_gib(total)} of {_gib(sum(facts.nbytes for facts in files.values()))} on {systems}, "
         f"{_cached_share(read):.0%} in the page cache, {_gib(free_nbytes)} of memory free; "
         f"{len(exact)} of {len(files)} files are asked for range by range",
@@ -158,8 +143,6 @@ def choose(
 def _run_nbytes(name: LoadStrategy, resident: int, waiting: bool) -> int:
     if name == "prefetch":  # what is asked for far ahead is not far ahead of a run
         return 0
-    if name == "direct":
-        return DIRECT_RUN_NBYTES
     return (
         min(WAITING_RUN_NBYTES, -(-resident // WAITING_THREADS)) if waiting else min(RUN_NBYTES, resident // RUNS_MIN)
     )
@@ -172,8 +155,6 @@ def _decide(
     resident: int,
     free_nbytes: int,
     straight: Callable[[], str | None] | None,
-    *,
-    alone: bool,
 ) -> tuple[LoadStrategy, str]:
     if _cached_share(read) >= CACHED_SHARE:
         return "read", "most of it lies in the page cache"
@@ -181,12 +162,10 @@ def _decide(
         why_not = straight()
         if why_not is None:
             return "gds", "GPUDirect Storage was tried on these files, and works"
-        name, why = _decide(read, total, kept, resident, free_nbytes, None, alone=alone)
+        name, why = _decide(read, total, kept, resident, free_nbytes, None)
         return name, f"{why} (not gds: {why_not})"
     if distant := sorted({facts.file_system for facts in read.values()} & DISTANT):
         return "prefetch", f"{', '.join(distant)} may be far away"
-    if alone and total <= kept and all(facts.direct for facts in read.values()):
-        return "direct", "nobody else wants it in the page cache: no other rank, and its digest is known"
     if total + resident <= free_nbytes:
         return "read", "the page cache has room for it"
     if total > kept:

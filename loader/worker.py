@@ -117,7 +117,6 @@ def _serve(channel: Channel) -> Target | None:
                     target,
                     lambda done, total: channel.send(Progress(stage=stage, bytes_done=done, bytes_total=total)),
                     job.strategy,
-                    digested=memory.digest is not None,
                 )
         manifest = filled.encode(
             generation=job.generation,

@@ -107,9 +107,7 @@ class PushedSource:
             ),
         )
 
-    def fill(
-        self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto", *, digested: bool = False
-    ) -> Filled:
+    def fill(self, segments: Target, progress: Progress, strategy: LoadStrategy = "auto") -> Filled:
         started_s = time.perf_counter()
         try:
             received = self._trainer.receive(

@@ -76,10 +76,10 @@ CONTENDERS = (
     Contender("weightcached, layout hf", "ours", "ours:load", options={"layout": "hf"}, quick=True),
     Contender("weightcached, layout fused", "ours", "ours:load", options={"layout": "fused"}),
     Contender(
-        "weightcached, layout hf, content digest known",
+        "weightcached, layout hf, past the page cache",
         "ours",
         "ours:load",
-        options={"layout": "hf", "digested": True},
+        options={"layout": "hf", "strategy": "direct"},
     ),
     Contender(
         "safetensors load_file + clone", "loader", "safetensors_library:load_file_and_clone", package="safetensors"
@@ -271,23 +271,17 @@ def _stages(loads: Sequence[Loads]) -> Table:
 
 
 def _targets(loads: Sequence[Loads]) -> Iterator[Target]:
-    """Of layout hf: files that were never digested on this host, and, where that makes a difference, files that were.
-
-    They are read past the page cache then: nobody will want them there for the digest.
-    """
-    for one in (load for load in loads if load.contender.group == "ours" and load.contender.options["layout"] == "hf"):
-        digested = one.contender.options.get("digested", False)
-        if digested and one.state == "warm":
-            continue
-        what = f"load, {one.state}{', content digest known' if digested else ''}"
-        ours = one.seconds_per_byte
-        if peer := _fastest(loads, one.state, "loader"):
+    for state in STATES:
+        ours = _ours(loads, state).seconds_per_byte
+        if peer := _fastest(loads, state, "loader"):
             speed = peer.seconds_per_byte / ours
-            yield Target(f"{what}: no slower than the fastest other loader", f"{_times(speed, peer)}", speed >= 1.0)
-        if limit := _fastest(loads, one.state, "segment", "private"):
+            yield Target(
+                f"load, {state}: no slower than the fastest other loader", f"{_times(speed, peer)}", speed >= 1.0
+            )
+        if limit := _fastest(loads, state, "segment", "private"):
             speed = limit.seconds_per_byte / ours
             yield Target(
-                f"{what}: at least 0.9 of the best copy into the kernel's pages",
+                f"load, {state}: at least 0.9 of the best copy into the kernel's pages",
                 f"{_times(speed, limit)}",
                 speed >= 0.9,
             )

@@ -71,24 +71,6 @@ def test_what_is_read_past_the_page_cache_is_not_in_it(files: dict[str, int]) ->
     assert look(files)["file"].cached_share == 1
 
 
-def test_what_was_begun_past_the_page_cache_is_taken_once_and_only_where_it_was_begun(tmp_path: Path) -> None:
-    """The file has other bytes from then on, which shows what was read when."""
-    path = tmp_path / "file"
-    path.write_bytes(VALUES)
-    later = bytes(value ^ 0xFF for value in VALUES)
-    with OwnedFds([os.open(path, os.O_RDONLY | os.O_CLOEXEC)]) as fds:
-        direct = Direct({"file": fds[0]})
-        for begun, read, wanted in [(4999, 4999, VALUES), (4999, 5000, later), (4999, 0, later)]:
-            path.write_bytes(VALUES)
-            direct.begin("file", begun, 1000)
-            path.write_bytes(later)
-            for expected in (wanted, later):
-                buffer = bytearray(1000)
-                direct.fill("file", [memoryview(buffer)], read)
-                assert buffer == expected[read : read + 1000]
-        direct.close()
-
-
 def test_threads_apart_have_a_descriptor_each_for_as_long_as_files_are_read(tmp_path: Path) -> None:
     """Or the kernel would take their reads for those of one that jumps about, and read nothing ahead."""
     paths = [tmp_path / "one", tmp_path / "two"]

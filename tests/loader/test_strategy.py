@@ -48,25 +48,6 @@ def test_auto(facts: FileFacts, free_gib: float, columns: int, wanted: str) -> N
     assert chosen(facts, free_gib=free_gib, columns=columns) == wanted
 
 
-@pytest.mark.parametrize(
-    ("facts", "columns", "on_host", "wanted"),
-    [
-        (FACTS, 1 << 15, True, "direct"),
-        (replace(FACTS, cached_share=0.9), 1 << 15, True, "read"),  # they are there
-        (replace(FACTS, direct=False), 1 << 15, True, "read"),
-        (replace(FACTS, file_system="nfs"), 1 << 15, True, "prefetch"),
-        (FACTS, 1 << 14, True, "read"),  # half of each row: another rank takes the other half
-        (FACTS, 1 << 15, False, "read"),  # a replica on another GPU reads them, too
-    ],
-)
-def test_files_that_nobody_else_will_read_go_past_the_page_cache(
-    facts: FileFacts, columns: int, on_host: bool, wanted: str
-) -> None:
-    strategy = choose([parameter(columns)], {"f": facts}, free_nbytes=9 * GIB, digested=True, resident_on_host=on_host)
-    assert strategy.name == wanted
-    assert strategy.pages_ahead is (wanted == "direct")
-
-
 def test_the_reason_says_what_it_was_decided_from() -> None:
     reason = choose([parameter()], {"f": FACTS}, free_nbytes=3 * GIB).reason
     for words in ("read: ", "1.00 GiB of 1.00 GiB on ext4", "0% in the page cache", "3.00 GiB of memory free"):

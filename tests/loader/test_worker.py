@@ -16,7 +16,6 @@ from tests.support.checkpoints import make_checkpoint, raw_tensor, tiny_llama, w
 from tests.support.execution import load
 from tests.support.resources import nothing_left_behind
 from tests.support.workers import GENERATION, TIMEOUT_S, VERSION, Running, worker
-from weightcached.loader.access import look
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import (
@@ -61,24 +60,6 @@ def large(tmp_path):
 def contents(fd, nbytes):
     with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
         return file.read(nbytes)
-
-
-@pytest.mark.parametrize("digest", [None, "d" * 64], ids=["not digested", "digested"])
-def test_files_stay_in_the_page_cache_for_whoever_will_digest_them(tmp_path, digest):
-    """And are read past it where they are digested already: nobody else of this host will read them."""
-    model = tiny_llama(tmp_path, hidden_size=256, vocab_size=1 << 15)
-    with open(model / "model.safetensors", "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = look({"weights": file.fileno()})["weights"]
-        if before.cached_share or not before.direct:
-            pytest.skip("this file system does not let go of pages, or cannot be read past them")
-        with worker() as running:
-            planned = running.plan(model, config_of(model))
-            running.give_memory(*planned.segments_nbytes, digest=digest)
-            running.expect(Done)
-        cached_share = look({"weights": file.fileno()})["weights"].cached_share
-    assert cached_share < 0.1 if digest else cached_share == 1.0
 
 
 def test_a_job_done(model):

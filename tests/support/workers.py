@@ -72,15 +72,13 @@ class Running:
         self.send_job(model_dir, config)
         return self.expect(Planned)
 
-    def give_memory(self, *segments_nbytes: int, digest: str | None = None) -> int:
-        """Allocate the segments and send them, with the content digest if it is known. Returns the first one's
-        descriptor, owned here.
-        """
+    def give_memory(self, *segments_nbytes: int) -> int:
+        """Allocate the segments and send them. Returns the first one's descriptor, owned here."""
         segments = [host.allocate(nbytes, name="segment") for nbytes in segments_nbytes]
         for fd in segments:
             self.fds.append(fd)
         self.channel.send(
-            Memory(version=VERSION, receipts_version=VERSION, digest=digest),
+            Memory(version=VERSION, receipts_version=VERSION, digest=None),
             segments,
             deadline=Deadline.after(TIMEOUT_S),
         )

@@ -19,15 +19,18 @@ from weightcached.protocol.hashing import content_digest
 from weightcached.protocol.memory import host
 from weightcached.protocol.places import host_device
 from weightcached.protocol.snapshot import MANIFEST_NAME, open_snapshot, write_snapshot
+from weightcached.protocol.worker_messages import LoadStrategy
 
 _DEVICE = host_device(tp_size=1, tp_rank=0)
 
 torch.set_num_threads(1)  # as a worker does
 
 
-def load(directory: str, files: Sequence[str], sample: str, layout: str, digested: bool = False) -> dict[str, Any]:
+def load(
+    directory: str, files: Sequence[str], sample: str, layout: str, strategy: LoadStrategy = "auto"
+) -> dict[str, Any]:
     """One rank of one, by a layout."""
-    answer = one_rank(directory, files, layout=layout, digested=digested)
+    answer = one_rank(directory, files, layout=layout, strategy=strategy)
     return {**answer, "sample": answer["digests"][sample]}
 
 
@@ -38,7 +41,7 @@ def one_rank(
     size: int = 1,
     rank: int = 0,
     quantization: str = "none",
-    digested: bool = False,
+    strategy: LoadStrategy = "auto",
 ) -> dict[str, Any]:
     """Headers, plan, memory, bytes, digests of rows, the check that nothing changed, seals: what a worker does."""
     clock, began_s = Clock(), time.perf_counter()
@@ -49,7 +52,7 @@ def one_rank(
         prepared = pipeline.prepare(checkpoint, config)
         prepared_s = time.perf_counter()
         segment = host.allocate(prepared.placement.nbytes, name="benchmark")
-        loaded = pipeline.load(checkpoint, prepared, segment, digested=digested, expendable=True)
+        loaded = pipeline.load(checkpoint, prepared, segment, strategy=strategy, expendable=True)
         host.seal(segment)
     taken = clock.read()
     return {
