@@ -5,6 +5,7 @@ Of a device that is lost every call fails, what gives things back too: whoever r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
@@ -23,11 +24,11 @@ def give_up(*things: Closable) -> None:
             thing.close()
 
 
-class ClosedAfterwards:
+class ClosedAfterwards(ABC):
     """A context manager, for what has a ``close`` that raises: only where the block has ended well."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ import zmq
 from weightcached.protocol.control_sockets import endpoint
 
 
-class LyingPlane:
+class LyingPlane(ABC):
     """Bound at ``path`` for the length of a ``with`` block. At the end of the block the script is over, or what it met
     is raised: TimeoutError where nobody has asked for all of it. The socket file is gone then.
     """
@@ -61,8 +62,8 @@ class LyingPlane:
         except Exception as error:  # noqa: BLE001  # raised again in the test's own thread
             self._failure = error
 
-    def _follow_script(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _follow_script(self) -> None: ...
 
-    def _what_is_left(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _what_is_left(self) -> str: ...

@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,21 @@ class Watched:
             self.done.release()
 
 
+@contextmanager
+def followed(script: list[Step], checkpoint: Path, runtime_dir: Path) -> Iterator[tuple[Service, Watched, Following]]:
+    """An engine with the weights of a daemon that follows ``script``, and whose switches are watched."""
+    with (
+        LyingDaemon(place_in(runtime_dir).socket_path, script),
+        attach(checkpoint, mode="require", runtime_dir=runtime_dir, want="current") as weights,
+    ):
+        service = service_of(checkpoint, weights)
+        follower = weights.follow()
+        follower._unheard = False  # this daemon does not answer Status
+        switch = Watched(service.switch_to)
+        with Following(follower, switch) as following:
+            yield service, switch, following
+
+
 def test_tokens_are_those_of_the_generation_that_was_published(
     checkpoints: list[Path], generations: list[Generation], expected: list[tuple[int, ...]], runtime_dir: Path
 ) -> None:
@@ -140,20 +156,12 @@ def test_what_cannot_be_switched_to_is_said_and_the_weights_are_kept(
     tell = Gate()
     script: list[Step] = [Receive(), generations[0].step(), Stall(tell), published(generations[1])]
     script += [AnswerSwitches(generations[:1])]
-    with (
-        LyingDaemon(place_in(runtime_dir).socket_path, script),
-        attach(checkpoints[0], mode="require", runtime_dir=runtime_dir, want="current") as weights,
-    ):
-        service = service_of(checkpoints[0], weights)
-        follower = weights.follow()
-        follower._unheard = False
-        switch = Watched(service.switch_to)
-        with Following(follower, switch) as following:
-            tell.open()
-            assert switch.done.acquire(timeout=60)
-            assert tokens(service) == expected[0]
-        assert "not held here" in str(following.status()["error"])
-        assert service.status()["weights"]["generation"] == generations[0].message.generation
+    with followed(script, checkpoints[0], runtime_dir) as (service, switch, following):
+        tell.open()
+        assert switch.done.acquire(timeout=60)
+        assert tokens(service) == expected[0]
+    assert "not held here" in str(following.status()["error"])
+    assert service.status()["weights"]["generation"] == generations[0].message.generation
 
 
 def test_what_could_not_be_switched_to_just_then_is_tried_again(
@@ -162,20 +170,12 @@ def test_what_could_not_be_switched_to_just_then_is_tried_again(
     tell = Gate()
     script: list[Step] = [Receive(), generations[0].step(), Stall(tell), published(generations[1]), Receive()]
     script += [Send(Refused(code="daemon_not_ready", message="it reads whether it may")), AnswerSwitches(generations)]
-    with (
-        LyingDaemon(place_in(runtime_dir).socket_path, script),
-        attach(checkpoints[0], mode="require", runtime_dir=runtime_dir, want="current") as weights,
-    ):
-        service = service_of(checkpoints[0], weights)
-        follower = weights.follow()
-        follower._unheard = False
-        switch = Watched(service.switch_to)
-        with Following(follower, switch) as following:
-            tell.open()
-            assert switch.done.acquire(timeout=60)
-            assert switch.done.acquire(timeout=60)
-        assert following.status()["error"] is None
-        assert service.status()["weights"]["generation"] == generations[1].message.generation
+    with followed(script, checkpoints[0], runtime_dir) as (service, switch, following):
+        tell.open()
+        assert switch.done.acquire(timeout=60)
+        assert switch.done.acquire(timeout=60)
+    assert following.status()["error"] is None
+    assert service.status()["weights"]["generation"] == generations[1].message.generation
 
 
 def test_a_model_with_buffers_from_the_checkpoint_has_them_anew(
