@@ -60,6 +60,8 @@ class WeightcachedLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not 
         with stages.stage("attach"):
             found = obtain_together(
                 lambda: self._wish(name, vllm_config, model_config),
+                # Daemons that their workers own load first, all at once, and what is theirs nobody else changes.
+                leader_first=self._options.want == "current" and self._options.weight_cache_mode != "daemon",
                 may_fall_back=self._options.weight_cache_mode == "client",
             )
         if found.weights is None:

@@ -80,8 +80,10 @@ def dtype_to_ask_for(options: LoaderOptions, model_dir: Path, computed: torch.dt
     return "auto" if stored == wanted else wanted
 
 
-def weights_for(wish: Wish) -> WeightSet:
-    """The mapped weights. In mode ``daemon`` the daemon is started first. Raises the errors of ``attach``."""
+def weights_for(wish: Wish, *, want: str | None = None) -> WeightSet:
+    """The mapped weights; ``want`` instead of what the options say. In mode ``daemon`` the daemon is started first.
+    Raises the errors of ``attach``.
+    """
     options = wish.options
     deadline = Deadline.after(options.timeout_s)
     if options.weight_cache_mode == "daemon":
@@ -93,7 +95,7 @@ def weights_for(wish: Wish) -> WeightSet:
         mode="require",  # in mode `client` absence is answered with vLLM's own loader, not with ours
         name=wish.name,
         runtime_dir=options.runtime_dir,
-        want=options.want,
+        want=options.want if want is None else want,
         digest=options.digest,
         timeout_s=deadline.remaining_s(),
         wait_for_daemon_s=options.wait_for_daemon_s,

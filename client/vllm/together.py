@@ -35,47 +35,70 @@ class Found:
     weights: WeightSet | None
 
 
-def obtain_together(wish_of: Callable[[], Wish], *, may_fall_back: bool) -> Found:
-    """This rank's weights, once all ranks are known to have the same; every rank calls it.
+class _Attempt:
+    """What came of one rank's attempt to have its weights."""
 
-    With ``may_fall_back``, ranks that have all found their place absent go on without. Raises what made this rank fail,
-    or RanksDisagree; no lease is left then.
+    def __init__(self, wish_of: Callable[[], Wish], *, want: str | None, number: int, may_fall_back: bool) -> None:
+        """``want`` instead of what the wish says, unless None."""
+        self.wish: Wish | None = None
+        self.weights: WeightSet | None = None
+        self.failure: Exception | None = None
+        try:
+            self.wish = wish_of()
+            self.weights = weights_for(self.wish, want=want)
+        except Exception as error:  # noqa: BLE001  # raised by `obtain_together`: first the other ranks are told
+            self.failure = error
+        self.absent = self.failure if isinstance(self.failure, DaemonAbsent) and may_fall_back else None
+        self._number = number
+
+    def standing(self) -> Standing:
+        wish, weights = self.wish, self.weights
+        return Standing(
+            rank=rank_word(wish.parallel) if wish is not None else f"rank {self._number}",
+            place=str(wish.place.socket_path) if wish is not None else "unknown",
+            source="daemon" if weights is not None else "nothing" if self.absent is None else "disk",
+            version=None if weights is None else weights.version,
+            receipts_version=None if weights is None else weights.receipts_version,
+            generation=None if weights is None else weights.generation,
+            error=None if self.failure is None or self.absent is not None else str(self.failure),
+        )
+
+
+def obtain_together(wish_of: Callable[[], Wish], *, leader_first: bool, may_fall_back: bool) -> Found:
+    """This rank's weights, once all ranks are known to have the same; every rank calls it, with the same words.
+
+    ``leader_first``: rank 0 has its own first, and the others ask for exactly that version: while the daemons change
+    over, each by itself may still grant, or grant already, another one. With ``may_fall_back``, ranks that have all
+    found their place absent go on without. Raises what made this rank fail, or RanksDisagree; no lease is left then.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    wish: Wish | None = None
-    weights: WeightSet | None = None
-    failure: Exception | None = None
+    number, several = group.rank_in_group, group.world_size > 1
+    tried: _Attempt | None = None
     try:
-        wish = wish_of()
-        weights = weights_for(wish)
-    except Exception as error:  # noqa: BLE001  # raised below: first the other ranks are told
-        failure = error
-    absent = failure if isinstance(failure, DaemonAbsent) and may_fall_back else None
-    mine = Standing(
-        rank=rank_word(wish.parallel) if wish is not None else f"rank {group.rank_in_group}",
-        place=str(wish.place.socket_path) if wish is not None else "unknown",
-        source="daemon" if weights is not None else "nothing" if absent is None else "disk",
-        version=None if weights is None else weights.version,
-        receipts_version=None if weights is None else weights.receipts_version,
-        generation=None if weights is None else weights.generation,
-        error=None if failure is None or absent is not None else str(failure),
-    )
-    try:
-        standings = exchange(mine, group.cpu_group) if group.world_size > 1 else [mine]
-        if failure is not None and absent is None:
-            raise failure
+        want: str | None = None
+        if leader_first and several:
+            if number == 0:
+                tried = _Attempt(wish_of, want=None, number=number, may_fall_back=may_fall_back)
+            waits = Standing(rank=f"rank {number}", place="unknown", source="nothing")
+            want = exchange(waits if tried is None else tried.standing(), group.cpu_group)[0].version
+        if tried is None:
+            tried = _Attempt(wish_of, want=want, number=number, may_fall_back=may_fall_back)
+        mine = tried.standing()
+        standings = exchange(mine, group.cpu_group) if several else [mine]
+        if tried.failure is not None and tried.absent is None:
+            raise tried.failure
         if not agree(standings):
             logger.error("%s", "\n".join(["ranks of this engine:", *table_of(standings)]))
         require_agreement(standings)
     except BaseException:
-        if weights is not None:
-            weights.close()
+        if tried is not None and tried.weights is not None:
+            tried.weights.close()
         raise
-    if wish is not None and absent is not None:
-        note_fallback(absent, wish.model_dir)
-    return Found(mine.place, weights)
+    if tried.wish is not None and tried.absent is not None:
+        note_fallback(tried.absent, tried.wish.model_dir)
+    return Found(mine.place, tried.weights)
 
 
 def exchange(mine: Standing, group: ProcessGroup) -> list[Standing]:
