@@ -189,6 +189,7 @@ class Lease:
         """
         self._losses_before_switch = self.losses
         if self._state == "stale":
+            timeout_s = min(timeout_s, 2 * self._heartbeat_s)  # nothing tells a daemon that hangs from one that loads
             return self._rejoin.granted_anew(generation=generation, version=version, timeout_s=timeout_s)
         conversation = self._connected()
         try:
@@ -307,7 +308,7 @@ class Lease:
 
     def _be_stale(self, gone: GenerationGone, rejoin: Rejoin) -> None:
         """Blocks until another generation is in use than ``rejoin`` is for, and says meanwhile what the place serves,
-        if anybody wants to know. Raises Ended.
+        if anybody wants to know; or until that is the one in use here again. Raises Ended.
         """
         silence_s = 2 * self._heartbeat_s
         report = rejoin.report(self._wake, silence_s=silence_s)
@@ -321,6 +322,8 @@ class Lease:
             self._wake.wait(backoff.next_s())
             if self._on_served:
                 report = rejoin.report(self._wake, silence_s=silence_s)
+            if report is not None and served is not None and report.generation == rejoin.generation != served:
+                return
 
     def _go_stale(self, gone: GenerationGone, report: Report | None) -> None:
         reason = str(gone)

@@ -65,8 +65,8 @@ class Rejoin:
 
         Blocks as long as the daemon says that it is at it, and ``silence_s`` while it says nothing (a connection may
         wait in the backlog of a listener whose daemon is being restarted). Raises GenerationGone when the place has
-        other weights now: that is final. Everything else may be different at the next attempt: WeightCacheError, or
-        OSError where this process is short of something. Raises Ended.
+        other weights now, which will be so for long. Everything else may be different at the next attempt:
+        WeightCacheError, or OSError where this process is short of something. Raises Ended.
         """
         resume = Resume(
             client_version=self.client_version,
@@ -89,10 +89,11 @@ class Rejoin:
 
     def granted_anew(self, *, generation: str | None, version: str | None, timeout_s: float) -> tuple[Grant, OwnedFds]:
         """What the place serves now, or another ``version`` that it holds, as an attach would be granted it: the caller
-        owns the descriptors. Nobody has a lease then. Blocks, in any thread, while the daemon is still loading.
+        owns the descriptors. Nobody has a lease then. Blocks, in any thread.
 
         Raises what the daemon refuses with, GenerationGone where that is not ``generation``, DaemonAbsent,
-        DaemonNotReady, DaemonUnreachable and what else an attach raises.
+        DaemonNotReady (it is still loading, or silent), DaemonUnreachable, OSError as :meth:`attempt`, and what else an
+        attach raises.
         """
         want = version or "current"
         entries = abbreviated(self.config.entries())

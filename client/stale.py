@@ -1,7 +1,8 @@
 """What an engine does when its place serves other weights than it has mapped: the policy it chose at attach.
 
 Owns the three policies. The weights in use stay what they were, and valid, under each of them: nobody can change them.
-What ends is the lease, so no daemon knows of this engine any more, and its next start gets other weights.
+What ends is the lease, so no daemon knows of this engine any more, and its next start gets other weights; the lease
+comes back with weights that the place serves (``swap.py``).
 """
 
 from __future__ import annotations

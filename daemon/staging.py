@@ -1,7 +1,7 @@
 """A trainer's connection: from its ``Stage`` until the change that it pushes for is decided, or given up.
 
-Owns that the two end together: a trainer that goes away, or is silent for longer than it said it would take, gives up
-its change here and nothing else, and one whose change fails is told why. Which change waits for a trainer is
+Owns that the two end together: a trainer that goes away, or takes longer than it said it would, gives up its change
+here and nothing else, and one whose change fails is told why. Which change waits for a trainer is
 ``changing.py``'s to say, the worker is ``pushed.py``'s.
 """
 
@@ -122,7 +122,7 @@ class _Attendance:
         self._failure: WeightCacheError | None = None
         self._listening = asyncio.create_task(self._listen(), name="a trainer's end")
         timeout_s = request.stage.timeout_s
-        self._silent = loop.call_later(timeout_s, self.lose, f"it has not come to an end in its {timeout_s:.0f} s")
+        self._overdue = loop.call_later(timeout_s, self.lose, f"it has not come to an end in its {timeout_s:.0f} s")
 
     async def _listen(self) -> None:
         try:
@@ -201,7 +201,7 @@ class _Attendance:
 
     async def end(self) -> None:
         """Nobody listens any more."""
-        self._silent.cancel()
+        self._overdue.cancel()
         self._listening.cancel()
         await asyncio.wait({self._listening})
         if self._staged.done() and not self._staged.cancelled():

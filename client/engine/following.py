@@ -96,7 +96,7 @@ class Following:
             except ReadersInside as error:
                 self._error = str(error)
                 self._follower.nudge()  # the answers under way end at some time
-            except _PASSING as error:
+            except (*_PASSING, OSError) as error:  # OSError: this process is short of something
                 if str(error) != self._error:
                     _log.warning("the weights in use are kept for now: %s", error)
                 self._error = str(error)

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from tests.support.forked import in_child
+from tests.support.reports import READY
 from tests.support.resources import open_fds
 from weightcached.client import WeightSet
 from weightcached.client.backoff import FIRST_S, LONGEST_S, Backoff
 from weightcached.client.lease import Lease
-from weightcached.protocol.errors import DaemonUnreachable, GenerationGone
+from weightcached.protocol.errors import DaemonNotReady, DaemonUnreachable, GenerationGone
 from weightcached.protocol.messages import Event, Hello, Loading, Message, Pong, Refused, Resume, Status
 from weightcached.protocol.places import Place
 from weightcached.protocol.testing import (
@@ -520,6 +521,41 @@ def test_other_weights_make_the_lease_stale(
         assert len(daemon.wires) == 3  # nobody follows: it is not asked again
     assert told.nothing_more
     assert any(record.levelname == "WARNING" and "no lease any more" in record.getMessage() for record in log.records)
+
+
+def test_a_stale_lease_is_had_again_where_the_place_serves_what_is_in_use(
+    lives: Lives, die: Gate, grant: HonestGrant, attached: Attached
+) -> None:
+    """As after a rollback to it."""
+    other = READY.model_copy(update={"generation": "e" * 32})
+    ours = READY.model_copy(update={"generation": grant.message.generation})
+    ask, again = Gate(), Gate()
+    lives_after: list[list[Step]] = [
+        [Receive(), Stall(ask), Send(other)],
+        [Receive(), Stall(again), Send(ours)],
+        [Receive(), granted_again(grant), *HOLD],
+    ]
+    with stale(lives, die, gone(grant)["refused"], attached, *lives_after) as (_, weights, told):
+        lease = lease_of(weights)
+        served: list[str | None] = []
+        lease.on_served(lambda report: served.append(report.generation))
+        ask.open()
+        told.next("stale")
+        again.open()
+        told.next("resumed")
+        assert (lease.state, served) == ("connected", [other.generation])
+
+
+def test_a_daemon_that_is_silent_is_not_waited_for_by_who_stages_with_a_stale_lease(
+    lives: Lives, die: Gate, grant: HonestGrant, attached: Attached
+) -> None:
+    after: list[list[Step]] = [[Receive(), Close()], [Receive(), Stall()]]
+    with stale(lives, die, gone(grant)["refused"], attached, *after, heartbeat_s=0.5) as (_, weights, told):
+        told.next("stale")
+        began_s = time.monotonic()
+        with pytest.raises((DaemonNotReady, DaemonUnreachable)):
+            weights.stage(timeout_s=600)
+        assert time.monotonic() - began_s < 60
 
 
 def test_closing_while_a_stale_lease_asks_what_is_served_now(
