@@ -47,6 +47,8 @@ class Rules:
     opened: Callable[[Ledger, str], Ledger] = Ledger.opened
     commit: Callable[[Ledger, str, Prepared | None], Ledger] = Ledger.commit
     abort: Callable[[Ledger, str], Ledger] = Ledger.abort
+    give_up: Callable[[Ledger, str], Ledger] = Ledger.abort
+    """What rank 0 writes once the trainer that pushes is gone."""
     require_may_prepare: Callable[..., None] = rules_module.require_may_prepare
     action: Callable[[Prepared, Decision], Action] = rules_module.action
     after: Callable[[Course, dict[int, Answer]], Course] = course_module.after
@@ -65,11 +67,12 @@ class Rules:
 @dataclass(frozen=True)
 class Plan:
     """What a coordinator's change loads: its version, or a rollback to it. ``served``: a rank that serves this version
-    may also find that nothing has to be loaded."""
+    may also find that nothing has to be loaded. ``pushed``: rank 0 gives it up by itself, once it has heard of it."""
 
     version: str
     rollback: bool = False
     served: bool = False
+    pushed: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,8 +245,7 @@ class Simulation:
                     write = self.rules.commit if ask.verb is Verb.COMMIT else self.rules.abort
                     more = (world.ranks[0].prepared,) if ask.verb is Verb.COMMIT else ()
                     ledger = write(world.ledger, ask.transaction or "", *more)
-                    world = self._resolve(self._written(world, ledger), 0) if world.ledger != ledger else world
-                    return world, ledger.decision(ask.transaction or "")
+                    return self._decide(world, ledger), ledger.decision(ask.transaction or "")
                 case Verb.READ:
                     return world, world.ledger.decision(ask.transaction or "")
                 case Verb.RESOLVE:
@@ -252,6 +254,10 @@ class Simulation:
             return world, Refusal(conflict.code, conflict.message)
         one = world.ranks[ask.rank]
         return world, Seen(one.current, one.change, world.ledger.open if ask.rank == 0 else None)
+
+    def _decide(self, world: World, ledger: Ledger) -> World:
+        """Rank 0 writes that, and acts upon it."""
+        return self._resolve(self._written(world, ledger), 0) if world.ledger != ledger else world
 
     def _written(self, world: World, ledger: Ledger) -> World:
         """The record replaced, and the ghosts that follow it."""
@@ -302,6 +308,12 @@ class Simulation:
                         VAULT,
                     )
                 )
+        pushed = world.ranks[0].change
+        if pushed is not None and self.scenario.plans[pushed.transaction].pushed:
+            # At any later moment, too: it looks whether a decision is there, and then it writes.
+            with contextlib.suppress(UpdateConflict):
+                given_up = self.rules.give_up(world.ledger, pushed.transaction)
+                found.append(("rank 0 gives up what is pushed", self._decide(world, given_up), 0))
         result = [(what, new, cost) for what, after, cost in found if (new := self._id(after)) != world_id]
         self._alone[world_id] = result
         return result

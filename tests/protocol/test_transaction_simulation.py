@@ -21,6 +21,7 @@ from weightcached.client.control.course import Answer, Course, Phase
 from weightcached.protocol.transaction import Action, Decision, Ledger, Outcome, Prepared, action
 
 UPDATE, OTHER, BACK, AGAIN = Plan("2"), Plan("3"), Plan("1", rollback=True), Plan("1", served=True)
+PUSH = Plan("2", pushed=True)
 
 SCENARIOS = {
     "an update, one that ends it, a vault lost": Scenario(2, {"T1": UPDATE}, ends=1, late=1, deaths=1, lost=(0, 1)),
@@ -35,6 +36,9 @@ SCENARIOS = {
     "an update to what is served, and one that resolves": Scenario(2, {"T1": AGAIN}, ends=1, late=1, deaths=1),
     "an update, one that resolves and one that gives it up": Scenario(
         2, {"T1": UPDATE}, ends=1, giving_up=1, late=0, deaths=1
+    ),
+    "a push that rank 0 may give up, and a rollback, an engine": Scenario(
+        2, {"T1": PUSH, "T2": BACK}, ends=0, late=1, deaths=0, engines=1
     ),
     "three ranks, an update and a rollback": Scenario(3, {"T1": UPDATE, "T2": BACK}, ends=0, late=0, deaths=0),
     "three ranks, an update": Scenario(3, {"T1": UPDATE}, ends=0, late=1, deaths=1),
@@ -118,6 +122,7 @@ def ends_by_committing(course: Course, answers: Mapping[int, Answer]) -> Course:
 
 ALONE = Scenario(2, {"T1": UPDATE}, ends=1, late=1, deaths=1, lost=(0,))
 TWO = Scenario(2, {"T1": UPDATE, "T2": OTHER}, ends=0, late=1, deaths=0)
+PUSHED = Scenario(2, {"T1": PUSH}, ends=0, late=1, deaths=0)
 ROLLED_BACK = Scenario(2, {"T1": UPDATE, "T2": BACK}, ends=0, late=1, deaths=0)
 
 MUTANTS = {
@@ -133,6 +138,7 @@ MUTANTS = {
     "a rank that waits for ever": (acting_upon(Outcome.ABORTED, Action.WAIT), ALONE),
     "a rank takes an earlier commit for the last": (acting_upon(Outcome.SUPERSEDED, Action.SWITCH), ROLLED_BACK),
     "an abort undoes a commit": (Rules(abort=abort_after_commit), ALONE),
+    "rank 0 gives up a push that is committed": (Rules(give_up=abort_after_commit), PUSHED),
     "a commit undoes an abort": (Rules(commit=commit_after_abort), ALONE),
     "two changes are open at once": (Rules(opened=two_open_at_once, require_may_prepare=no_condition), TWO),
     "a rank prepares on top of anything": (Rules(require_may_prepare=no_condition), TWO),
