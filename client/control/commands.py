@@ -3,7 +3,8 @@
 Exit codes: 0 every rank serves it · 1 not now: another change is under way, the time is over, a rank is silent or died,
 or files changed while they were read; nothing changed, and trying again may help · 2 it cannot be done, and nothing
 changed · 3 it is committed, and ranks that are away will read so themselves · 4 rank 0
-was asked to commit and does not answer: `update --resolve` finds out · 64 bad options.
+was asked to commit, or to give up after an interruption, and does not answer: `update --resolve` finds out · 64 bad
+options.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _EXIT_CODES = (
     "nothing that is served has changed by it); 3 it is committed, and ranks that were not seen to serve it will\n"
     "read so themselves; 4 rank 0 was asked to commit and does not answer: --resolve finds out; 64 bad options.\n"
     "Ctrl-C, SIGTERM or a closed terminal (not under nohup) gives up what is being prepared: 1; once that is being\n"
-    "decided: 4. 74 or 141 where standard output cannot be written: they do not say what became of it. Standard\n"
-    "error may be lost: it goes on all the same"
+    "decided, or where rank 0 does not confirm it: 4. 74 or 141 where standard output cannot be written: they do\n"
+    "not say what became of it. Standard error may be lost: it goes on all the same"
 )
 _WORDS = {
     Phase.LOOK: "looking at every rank",
@@ -153,8 +154,8 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
 
 
 async def _cancelled_by_signals(work: Coroutine[Any, Any, int]) -> int:
-    """``work``, which SIGTERM and a terminal that is closed cancel as asyncio has Ctrl-C do it. Whatever comes after
-    the first is ignored: giving up is soon over. So is SIGHUP under ``nohup``.
+    """``work``, which Ctrl-C, SIGTERM and a terminal that is closed cancel. Whatever comes after the first is ignored:
+    giving up is soon over. So is SIGHUP under ``nohup``.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
 
@@ -165,7 +166,7 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, int]) -> int:
             task.cancel()
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, cancel)
@@ -182,6 +183,13 @@ def _interrupted(prog: str, shown: Shown) -> int:
         print(
             f"{prog}: interrupted while it was decided: it is committed on every rank, or on none; next step: "
             "`weightcached update --resolve` ends it and says which",
+            file=sys.stderr,
+        )
+        return UNKNOWN_EXIT
+    if shown.left:
+        print(
+            f"{prog}: interrupted, and rank 0 did not confirm that what it was preparing is given up: it may still be "
+            "open; next step: `weightcached update --resolve` ends it and says how",
             file=sys.stderr,
         )
         return UNKNOWN_EXIT
@@ -242,7 +250,7 @@ def _show_resolved(group: Group, course: Course) -> int:
 
 class Shown:
     """Progress for people, on standard error: a line for each step, and for each rank when its stage changes. Quiet,
-    it only knows whether anything may be committed.
+    it only knows whether anything may be committed, or be open still.
     """
 
     def __init__(self, prog: str, *, quiet: bool = False) -> None:
@@ -250,10 +258,11 @@ class Shown:
         self._quiet = quiet
         self._said: dict[str, str] = {}
         self.asked = False
+        self.left = False
 
     def __call__(self, step: Step) -> None:
-        self.asked = step.asked
-        if self._quiet:
+        self.asked, self.left = step.asked, step.left
+        if self._quiet or step.left:
             return
         if step.waits_for:
             self._say("another", f"waiting for the end of another change, somebody else's: {step.waits_for}")

@@ -51,7 +51,7 @@ from weightcached.protocol.errors import (
 from weightcached.protocol.messages import GenerationInfo, Message, Report, Status
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.places import Place
-from weightcached.protocol.transaction import Decision, Held, Versions
+from weightcached.protocol.transaction import Decision, Held, Outcome, Versions
 
 SLICE_S = 1.0
 """For how long one rank prepares before what the others say is looked at."""
@@ -86,6 +86,8 @@ class Step:
     """Whether something may be committed already that was not before, whatever becomes of this coordinator."""
     waits_for: str = ""
     """The change of somebody else that is waited for, and how far each rank is with it."""
+    left: bool = False
+    """Whoever makes the change stops here, and rank 0 has not confirmed that it is given up: it may be open still."""
 
 
 Told = Callable[[Step], None]
@@ -153,14 +155,18 @@ class Coordinator:
                 await asyncio.wait({pushing})
 
     async def _leave(self, course: Course) -> None:
-        """Whoever runs this was told to stop, or met an error that is no rank's: a change that is still prepared is
-        given up, if rank 0 answers at once.
+        """Whoever runs this was told to stop, or met an error that is no rank's: a change that nobody was asked to
+        commit is given up, if rank 0 answers at once.
 
-        If not, it stays open for whoever comes next, as if we had been killed.
+        If not, it stays open for whoever comes next, as if we had been killed, and whoever watches is told so.
         """
-        if course.begins and course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT):
-            self._latest = Deadline.after(PATIENCE_S)
-            await self._answer(Ask(LEADER, Verb.ABORT, course.transaction))
+        undecided = course.phase in (Phase.OPEN, Phase.PREPARE, Phase.WAIT, Phase.ABORT, Phase.READ)
+        if not (course.begins and undecided) or course.asked:
+            return
+        self._latest = Deadline.after(PATIENCE_S)
+        answer = await self._answer(Ask(LEADER, Verb.ABORT, course.transaction))
+        if not (isinstance(answer, Decision) and answer.outcome is Outcome.ABORTED):
+            self._told(Step(course.phase, course.transaction, left=True))
 
     def _hurry(self, course: Course) -> None:
         """Nothing will change any more: what is left is to have it written down, for which a rank that has ended is not

@@ -381,6 +381,30 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     assert (versions(ranks) == first) is (phase is Phase.WAIT)
 
 
+def test_an_interruption_that_rank_0_does_not_confirm_says_that_the_change_may_still_be_open(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ranks[0].report().pid
+
+    class Interrupting(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            super().__call__(step)
+            if step.phase is Phase.WAIT and not step.left:
+                os.kill(keeper, signal.SIGSTOP)
+                for _ in range(2):  # whoever is impatient does not keep it from being asked
+                    signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(commands, "Shown", Interrupting)
+    monkeypatch.setattr(coordinator, "PATIENCE_S", 1.0)
+    try:
+        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (status, "it may still be open; next step: `weightcached update --resolve`" in said) == (4, True), said
+    resolve(runtime_dir=at)
+
+
 def test_a_change_goes_on_when_a_terminal_that_it_does_not_need_is_closed(
     ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
