@@ -31,7 +31,12 @@ def segment(cuda_here: CudaHere) -> Iterator[DeviceMapping]:
 def torch_makes(monkeypatch: pytest.MonkeyPatch, made: Any) -> list[Any]:
     """Torch without CUDA makes this of whatever it is given; the calls' arguments."""
     asked: list[Any] = []
-    monkeypatch.setattr(torch, "as_tensor", lambda *given, **named: asked.append((given, named)) or made)
+
+    def as_tensor(*given: Any, **named: Any) -> Any:
+        asked.append((given, named))
+        return made
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
     return asked
 
 
