@@ -446,8 +446,11 @@ __attribute__((destructor)) static void report(void) {
     char text[512], file[64], path[PATH_NBYTES];
     if (initialised_pid != getpid() || state_without_device()) /* whom nothing is taken back from */
         return;
-    for (int i = 0; i < DEVICES_MAX; i++)
+    for (int i = 0; i < DEVICES_MAX; i++) {
+        if (contexts[i].retained && contexts[i].lost) /* nor from him */
+            return;
         contexts[i].retained = 0; /* a context may well be kept to the end: the engine's is */
+    }
     if (!fakecuda_live(text, sizeof text))
         return;
     snprintf(file, sizeof file, "leaks/%d", getpid());

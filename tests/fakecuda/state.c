@@ -248,7 +248,9 @@ void context_each(const unsigned char *uuid, context_visit *visit, void *with) {
     while ((entry = readdir(directory))) {
         char file[PATH_NBYTES + 256];
         snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
-        if (sscanf(entry->d_name, "%32[0-9a-f]-%d", of, &pid) == 2 && alive(file, 0) && !strcmp(of, wanted))
+        if (sscanf(entry->d_name, "%32[0-9a-f]-%d", of, &pid) != 2 || strcmp(of, wanted))
+            continue;
+        if (state_quirk("hoarding") || alive(file, 0))
             visit(pid, with);
     }
     closedir(directory);

@@ -50,8 +50,9 @@ void state_taken(const unsigned char *uuid); /* something was: keeps the most th
 
 /* Whether the driver is to be worse than the real one, so that whoever checks it is seen to notice: the file `quirks`
  * has the word. `forgetful`: memory dies with the process that made it. `unprotected`: read-only is not. `hoarding`: no
- * memory comes back. Or be another one, that says so: `no-virtual-memory` has no cuMemCreate, `no-descriptors` cannot
- * export what it makes; `other-pids`: NVML calls processes as another PID namespace does. */
+ * memory comes back, that of contexts included. Or be another one, that says so: `no-virtual-memory` has no
+ * cuMemCreate, `no-descriptors` cannot export what it makes; `other-pids`: NVML calls processes as another PID namespace
+ * does. */
 int state_quirk(const char *word);
 
 /* Opens a file and shares its lock: it counts as alive until this descriptor, every copy and every mapping is gone. */

@@ -1,9 +1,10 @@
 """Does a descriptor alone keep a GPU's memory? The first thing to run on any GPU: `python tests/gpu/probe.py`.
 
 Everything rests on it. A makes memory, fills it and sends a descriptor of it to B, which calls nothing of CUDA, and is
-killed: NVML's used memory must still hold it. C imports it read-only: it must find the bytes, and a write through its
-mapping must fail. B lets go: the memory must come back. Where one of these fails, the daemon needs a process that holds
-the memory instead. Needs cuda-bindings alone; tries the first device; prints PASS or FAIL, and exits 1 on any FAIL.
+killed: NVML's used memory must hold that and no more. C imports it read-only: it must find the bytes, and a write
+through its mapping must fail. B lets go: the memory must come back. Where one of these fails, the daemon needs a
+process that holds the memory instead. Needs cuda-bindings alone; tries the first device; prints PASS or FAIL, and exits
+1 on any FAIL.
 """
 
 import ctypes
@@ -101,8 +102,9 @@ def main():
     readers = [subprocess.run([*me, "read", str(fds[0]), write], pass_fds=fds).returncode for write in WRITES]
     os.close(fds[0])
     left = used(name, at_most=start + SPARE)
+    kept = 0 <= held - start - NBYTES <= SPARE
     rows = {
-        f"A's death leaves the memory: {start >> 20} MiB used before A, {held >> 20} after": held - start >= NBYTES,
+        f"A's death leaves the memory: {start >> 20} MiB used before A, {held >> 20} after": kept,
         "C finds the bytes through a read-only mapping": all(status in (0, 11) for status in readers),
         "writes through the read-only mapping fail": readers == [0, 0],
         f"B lets go: {start >> 20} MiB used before A, {left >> 20} in the end": left - start <= SPARE,

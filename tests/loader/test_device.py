@@ -34,6 +34,7 @@ from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeviceFailed, InsufficientMemory, TruncatedFile, UnusableValue
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory.cuda import devices, driver
+from weightcached.protocol.memory.cuda.context import Stream
 from weightcached.protocol.memory.cuda_ipc import CudaIpc
 from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
@@ -243,6 +244,36 @@ def test_pinned_memory_is_bounded_by_the_rings_and_the_device_holds_the_segment_
         assert cuda_here.fake.peak_nbytes() == mapped.nbytes + CONTEXT_NBYTES
     assert str(segment).startswith("staging: 1 MiB")  # 3 threads, 4 rooms of 64 KiB each: 0.75
     assert cuda_here.fake.calls().count("cuMemHostAlloc") <= 2 + 3 * (ROOMS + 1)
+
+
+def test_copies_of_all_threads_are_under_way_together_and_none_is_waited_for_before_its_room_is_needed(
+    opened, cuda_here, monkeypatch
+):
+    """Each thread's first copy is given to its stream when all threads have one; the driver then does a copy when
+    somebody waits. So nobody waits for a stream before the last copy is given, and for a copy's event only who takes
+    a room for another time.
+    """
+    checkpoint, placement = opened
+    threads, copying, together = 3, threading.local(), threading.Barrier(3)
+    copy_in = Stream.copy_in
+
+    def meeting(stream, *what):
+        if not getattr(copying, "begun", False):
+            copying.begun = True
+            together.wait(timeout=20)
+        copy_in(stream, *what)
+
+    with memory.mapped(None, placement.nbytes) as mapped:
+        segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
+        monkeypatch.setattr(Stream, "copy_in", meeting)
+        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=threads)
+    calls = cuda_here.fake.calls()
+    copies = [number for number, call in enumerate(calls) if call == "cuMemcpyHtoDAsync"]
+    waits = [number for number, call in enumerate(calls) if call == "cuStreamSynchronize"]
+    assert len(copies) > 2 * threads * ROOMS
+    assert copies[-1] < waits[0]
+    assert calls.count("cuEventSynchronize") <= len(copies) - threads * ROOMS
+    assert calls.count("cuStreamCreate") == threads + 1  # and the one that zeroes
 
 
 # What a load asks the driver for, and which of its calls of each kind fails.

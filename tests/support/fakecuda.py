@@ -166,8 +166,19 @@ class FakeCuda:
         return [int(path.name.split("-")[1]) for path in self._live("contexts")]
 
     def leaks(self) -> dict[int, str]:
-        """What processes that ended regularly had not given back, contexts apart, by pid."""
+        """What processes that ended regularly had not given back, contexts apart, by pid. Fixture ``fake_cuda`` wants
+        none in the end.
+        """
         return {int(path.name): path.read_text().strip() for path in (self.directory / "leaks").iterdir()}
+
+    def take_leaks(self) -> list[str]:
+        """The same, without repetition, from a test that has seen to it that there are some: they are not wanted to
+        be none any more.
+        """
+        found = self.leaks()
+        for pid in found:
+            (self.directory / "leaks" / str(pid)).unlink()
+        return sorted(set(found.values()))
 
     def sweep(self) -> None:
         """Have dead holders' memory go now: whoever still reads it meets SIGBUS. Any allocation does the same."""
