@@ -1,8 +1,8 @@
 """Everything that this project claims about a GPU, tried on one: ``python tests/gpu/check.py``, in under five minutes.
 
 Owns finding what the checks need. What a machine with a GPU usually has is expected to be there, and nothing is
-installed: what is missing beside it, or older than the project asks for, is unpacked from tests/gpu/wheelhouse/ (made
-by carry.py, where there is a network) into a folder that goes away again. Imports nothing but the standard library,
+installed: what is missing beside it, or older than the project asks for, is unpacked from tests/gpu/wheelhouse/ (which
+carry.py fills, where there is a network) into a folder that goes away again. Imports nothing but the standard library,
 then hands over to ``runner.py``, which says what the options are.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import runpy
 import subprocess
@@ -28,7 +29,7 @@ CARRIED = {
     "tqdm": "tqdm",
     "xxhash": "xxhash",
 }
-"""Module → package: what such a machine may lack, and carry.py fetches."""
+"""Module → package: what such a machine may lack. Their wheels are part of the checkout."""
 EXPECTED = {
     "cuda.bindings": "cuda-bindings",
     "msgpack": "msgpack",
@@ -40,6 +41,13 @@ EXPECTED = {
     "uvloop": "uvloop",
 }
 """The same for what it should have."""
+FETCH = " ".join(
+    [
+        f"python tests/gpu/carry.py --python-version {sys.version_info.major}.{sys.version_info.minor}",
+        *(f"--platform manylinux_2_{glibc}_{platform.machine()}" for glibc in (17, 28)),
+    ]
+)
+"""What fetches wheels for this machine, on another."""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +59,8 @@ def main(arguments: list[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="weightcached-carried-") as folder:
         if brought and not unpacked(brought, Path(folder)):
-            print(f"cannot unpack {', '.join(brought)} from {WHEELHOUSE}: fetch them anew (carry.py)", file=sys.stderr)
+            said = f"cannot unpack {', '.join(brought)} from {WHEELHOUSE}, for the reason that pip gave"
+            print(f"{said}. Where there is a network: `{FETCH}`; and bring that folder along", file=sys.stderr)
             return 2
         _say_version(Path(folder))
         # `.typing` shows the folders of this checkout as the packages that they are: nothing has to be installed.
@@ -66,16 +75,13 @@ def lacking() -> dict[str, str]:
     found = {}
     for module, package in (EXPECTED | CARRIED).items():
         wanted = f"{package}>={least[package]}" if least[package] else package
-        fetch = "where there is a network, and bring tests/gpu/wheelhouse/ along"
-        carry = f"`python tests/gpu/carry.py` {fetch} (its options name this machine: --python-version, --platform)"
-        install = f"pip install '{wanted}'"
-        if package in EXPECTED:
-            carry = f"`python tests/gpu/carry.py '{wanted}'` {fetch}"
+        fetch = f"{FETCH} '{wanted}'" if package in EXPECTED else FETCH
+        bring = f"pip install '{wanted}'; or `{fetch}` where there is a network, and bring tests/gpu/wheelhouse/ along"
         if not _there(module):
-            found[package] = f"not installed. {install}; or {carry}"
+            found[package] = f"not installed. {bring}"
         elif _version(package) < _numbers(least[package]):
             has = importlib.metadata.version(package)
-            found[package] = f"{has} is installed, and {least[package]} or newer is needed. {install}; or {carry}"
+            found[package] = f"{has} is installed, and {least[package]} or newer is needed. {bring}"
     # A rehearsal (FAKECUDA, tests/fakecuda/README.md) is made to do without.
     if "torch" not in found and "FAKECUDA" not in os.environ and _torch()["cuda"] is None:
         found["torch"] = (
@@ -92,8 +98,14 @@ def wheels(package: str) -> list[Path]:
 
 def unpacked(packages: list[str], folder: Path) -> bool:
     """Whether they lie in ``folder`` now. pip knows which wheel is for this machine, and says so where none is."""
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    return not subprocess.run([*install, f"--find-links={WHEELHOUSE}", f"--target={folder}", *packages]).returncode
+    return of_wheelhouse("install", "--no-compile", f"--target={folder}", *packages)
+
+
+def of_wheelhouse(command: str, *arguments: str) -> bool:
+    """Whether pip could do it with these wheels alone, however this machine's pip is configured."""
+    pip = [sys.executable, "-m", "pip", command, "--isolated", "--quiet", "--no-deps", "--no-index"]
+    alone = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
+    return not subprocess.run([*pip, f"--find-links={WHEELHOUSE}", *arguments], env=alone).returncode
 
 
 def _least_versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -70,11 +71,11 @@ def wheel(folder: Path, package: str, version: str, module: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-def test_where_nothing_is_installed_all_of_it_is_named(tmp_path):
+def test_where_nothing_is_installed_all_of_it_is_named_but_what_the_checkout_carries(tmp_path):
     ended = subprocess.run([sys.executable, "-S", str(CHECK)], capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 2
     named = [line.split(": ")[0] for line in ended.stderr.splitlines()[1:]]
-    assert named == [*check.EXPECTED.values(), *check.CARRIED.values()]
+    assert named == [*check.EXPECTED.values()]
     assert "pip install 'cuda-bindings>=13'" in ended.stderr
     assert "pip install 'numpy';" in ended.stderr
     assert ended.stdout == ""
@@ -88,7 +89,7 @@ def test_what_is_too_old_is_named_with_both_versions(tmp_path):
     assert status == 2
     assert wrong.keys() == {"cuda-bindings", "msgpack"}
     assert wrong["cuda-bindings"].startswith("12.9.1 is installed, and 13 or newer is needed. pip install ")
-    assert "carry.py 'msgpack>=1.2.4'" in wrong["msgpack"]
+    assert re.search(r"`python tests/gpu/carry.py --python-version 3\.\d+ .* 'msgpack>=1\.2\.4'` ", wrong["msgpack"])
 
 
 def test_torch_without_cuda_will_not_do_but_in_a_rehearsal(tmp_path):
@@ -142,12 +143,43 @@ def test_what_is_to_be_carried_is_what_is_fetched_and_more_by_name(monkeypatch):
         commands.append(command)
         return subprocess.CompletedProcess(command, 0)
 
+    def fail(command):
+        return subprocess.CompletedProcess(command, 3)
+
     monkeypatch.setattr(subprocess, "run", fetch)
-    assert carry.main(["--python-version", "3.12", "msgpack>=1.2.4"]) == 0
-    assert commands[0][-len(check.CARRIED) - 3 :] == [
-        *("--python-version", "3.12", "msgpack>=1.2.4"),
-        *check.CARRIED.values(),
-    ]
+    assert carry.main(other := ["--python-version", "3.14", "msgpack>=1.2.4"]) == 0
+    assert carry.main([]) == 0
+    fetched = [command[command.index(f"--dest={check.WHEELHOUSE}") + 1 :] for command in commands]
+    each = [[f"--python-version={python}", f"--platform={carry.PLATFORM}"] for python in carry.PYTHONS]
+    assert fetched == [[*options, *check.CARRIED.values()] for options in [other, *each]]
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert carry.main([]) == 3
+
+
+def test_the_checkout_has_a_wheel_of_each_carried_package_for_each_python_and_no_other(tmp_path):
+    """As pip finds them for such a machine, which may be older than this one; and they stay few."""
+    project = tomllib.loads((check.ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [one for one in project["dependencies"] if re.match(r"[\w-]+", one)[0] in check.CARRIED.values()]  # type: ignore[index]
+    for python in carry.PYTHONS:
+        machine = ["--only-binary=:all:", f"--python-version={python}", f"--platform={carry.PLATFORM}"]
+        assert check.of_wheelhouse("download", *machine, f"--dest={tmp_path / python}", *wanted), python
+    there = {path.name: path.stat().st_size for path in check.WHEELHOUSE.iterdir()}
+    assert {path.name for path in tmp_path.glob("*/*.whl")} == there.keys()
+    assert sum(there.values()) < 3_000_000
+
+
+@pytest.mark.skipif(
+    f"{sys.version_info.major}.{sys.version_info.minor}" not in carry.PYTHONS or platform.machine() != "x86_64",
+    reason="the checkout carries nothing for this Python or this processor",
+)
+def test_what_the_checkout_carries_is_unpacked_and_imported_in_place_of_what_is_installed(tmp_path):
+    assert check.unpacked([*check.CARRIED.values()], tmp_path)
+    program = "import importlib, sys; print(*(importlib.import_module(n).__file__ for n in sys.argv[1:]), sep='\\n')"
+    command = [sys.executable, "-P", "-c", program, *check.CARRIED]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert [Path(one).relative_to(tmp_path).parts[0] for one in ended.stdout.splitlines()] == [*check.CARRIED]
 
 
 def test_what_the_project_depends_on_is_expected_carried_or_not_needed_here():
