@@ -7,9 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.denied import MREMAP, Denied, deny
+from tests.support.eventually import eventually
+from tests.support.forked import in_child
+from weightcached.client import WeightSet
 from weightcached.client.agreement import Standing
-from weightcached.client.vllm.switching import published_version, switch_weights
+from weightcached.client.stale import STALE_EXIT
+from weightcached.client.vllm import swapping
+from weightcached.client.vllm.switching import WeightSwitching, published_version, switch_weights
 from weightcached.protocol.errors import DaemonNotReady, GenerationGone, RanksDisagree, SwapFailed, WeightCacheError
 
 OLD, DIGEST, RECEIPTS, OTHERS = "receipts:0", "digest:1", "receipts:1", "receipts:2"
@@ -175,3 +182,26 @@ def test_where_a_rank_could_not_swap_its_error_is_raised_and_all_go_on_with_what
     with pytest.raises(SwapFailed, match="ENOMEM"):
         switch(ranks)
     assert ranks.called == [STAGED, PAUSED, ("swap", "refuse"), GOES_ON]
+
+
+@pytest.mark.skipif(MREMAP is None, reason="the number of mremap on this machine is not known to the tests")
+def test_a_rank_whose_weights_are_lost_ends(swappable: WeightSet, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever has called it: the worker itself does."""
+    model = torch.nn.Module()
+    swapping.remember(model, swappable, {})
+    worker = WeightSwitching()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.weightcached_stage(None, 10.0)
+    staging = worker._weightcached_staging
+    assert staging is not None
+    eventually(lambda: staging.done)
+
+    def child() -> None:
+        for segment in swappable._open():
+            deny(Denied(MREMAP or 0, 4, segment.address))  # nothing can be moved there, not even what was
+        worker.weightcached_swap("refuse")
+
+    with pytest.raises(AssertionError, match=f"ended with status {STALE_EXIT << 8}"):
+        in_child(child)
+    assert "the weights are lost" in capfd.readouterr().err
+    worker.weightcached_give_up()
