@@ -18,6 +18,7 @@ class Looking(WeightSwitching):
 
     model_runner: Any
     vllm_config: Any
+    rank: int
 
     def look(self) -> dict[str, Any]:
         """How the model came here, where its parameters are, and what the kernel says of the mapped memory."""
@@ -43,6 +44,14 @@ class Looking(WeightSwitching):
             "tied": _tied(model),
             "external_nbytes": self._external_nbytes(),
         }
+
+    def write_on(self, rank: int) -> None:
+        """Write to a parameter of that rank."""
+        import torch
+
+        if self.rank == rank:
+            with torch.no_grad():
+                next(self.model_runner.get_model().parameters()).flatten()[:1] += 1
 
     def _external_nbytes(self) -> int:
         """What the loader says when vLLM asks it what weights take elsewhere (it asks where it computes on a GPU)."""

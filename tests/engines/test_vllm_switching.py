@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from tests.engines.cases.dense import CASES as DENSE
 from tests.engines.cases.experts import CASES as EXPERTS
 from tests.engines.engine import Engine, EngineError
-from tests.engines.generating import PAIR, PROMPTS, TOKENS, ended, of_vllm, said, serving, started, with_cache
+from tests.engines.generating import PAIR, PROMPTS, TOKENS, ended, of_vllm, said, said_by, serving, started, with_cache
+from tests.support.eventually import eventually
 from tests.support.fine_tuned import fine_tuned
 from weightcached.client.control import update
 
@@ -71,18 +74,41 @@ def test_what_vllm_has_made_of_the_weights_is_not_left_behind_but_refused(genera
     assert caught.value.code == "swap_refused"
 
 
-def test_two_ranks_switch_together(pair, checkpoint, tmp_path):
+def test_two_ranks_switch_together_or_not_at_all_or_end(pair, checkpoint, tmp_path):
     model = checkpoint(CASES["llama"])
     tuned = fine_tuned(model, tmp_path / "tuned")
-    with serving(model, tmp_path / "run", tp_size=2):
-        started(pair, with_cache(model, tmp_path / "run", options=OPTIONS, **PAIR))
+    _, of_tuned = said_by(pair, of_vllm(tuned, **PAIR))
+    with serving(model, tmp_path / "run", tp_size=2) as daemons:
+        workers = started(pair, with_cache(model, tmp_path / "run", options=OPTIONS, **PAIR))
         before = said(pair)
         update(tuned, runtime_dir=tmp_path / "run")
         forward = pair.ask(do="switch")
         assert len(forward["ranks"]) == 2
         assert forward["published"] is not None
         assert len({rank["generation"] for rank in forward["ranks"]}) == 2
-        assert said(pair) != before
+        assert said(pair) == of_tuned != before
         pair.ask(do="switch", version=forward["ranks"][0]["from_version"])
         assert said(pair) == before
-        ended(pair)
+
+        # One rank refuses, because it has written to its weights before: the other takes back what it had.
+        pair.ask(do="rpc", method="write_on", args=[1])
+        written = said(pair)
+        stage(pair)
+        back, refused = pair.ask(do="rpc", method="weightcached_swap", args=["refuse"])["ranks"]
+        assert (back["code"], refused["code"]) == ("ranks_disagree", "swap_refused")
+        assert "tp1of2: " in back["error"]
+        assert said(pair) == written
+
+        # What the other had nobody gives it any more: no rank goes on.
+        stage(pair)
+        daemons[0].stop(signal.SIGKILL)
+        with pytest.raises(EngineError):
+            pair.ask(do="rpc", method="weightcached_swap", args=["refuse"])
+        eventually(lambda: not any(Path(f"/proc/{worker['pid']}").exists() for worker in workers))
+        assert pair.log().count("this worker ends with status 75") == 2
+
+
+def stage(engine: Engine) -> None:
+    """Have all ranks prepare what is granted now."""
+    engine.ask(do="rpc", method="weightcached_stage", args=[None, 60.0])
+    eventually(lambda: None not in engine.ask(do="rpc", method="weightcached_standing")["ranks"])

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -110,6 +110,10 @@ class Server:
 
         published = published_version(self._llm)
         return {"published": published, "ranks": switch_weights(self._llm, version=version, timeout_s=60)}
+
+    def rpc(self, *, method: str, args: Sequence[object] = ()) -> dict:
+        """What a method of the workers answers, by itself."""
+        return {"ranks": self._llm.collective_rpc(method, args=tuple(args))}
 
     def end(self) -> dict:
         """End the engine, if there is one."""
