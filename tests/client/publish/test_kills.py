@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -118,31 +120,38 @@ def test_a_trainer_that_is_stopped(ranks: list[Daemon], model: Path, step: str) 
     assert left_behind(ranks) == []
 
 
+KILLS: dict[str, tuple[Callable[[Daemon], None], type[WeightCacheError]]] = {
+    "worker": (lambda rank: worker_at(rank).kill(), WorkerDied),
+    "keeper": (kill_and_wait, DaemonUnreachable),
+}
+KILLED_AT = ("between buckets", "finished at one rank", "digests", "no version yet", "prepared")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("kill", "error"),
-    [(lambda rank: worker_at(rank).kill(), WorkerDied), (kill_and_wait, DaemonUnreachable)],
-    ids=["worker", "keeper"],
+    ("victim", "step"),
+    [*product(KILLS, KILLED_AT[:-1]), ("keeper", "prepared")],  # which has no worker any more
 )
-def test_one_rank_loses_its(
-    ranks: list[Daemon], model: Path, rank: int, kill: Callable[[Daemon], None], error: type[WeightCacheError]
-) -> None:
-    before, tensors = versions(ranks), list(trained(model, 4.0).items())
-
-    def push_with_a_kill() -> None:
-        with stage(**where(ranks)) as publication:
-            for name, tensor in tensors[: len(tensors) // 2]:
-                publication.push(name, tensor)
+def test_one_rank_loses_its(ranks: list[Daemon], model: Path, rank: int, victim: str, step: str) -> None:
+    """While the trainer is at that step. What was prepared at every rank is so still, and becomes what all serve."""
+    before, (kill, error) = versions(ranks), KILLS[victim]
+    with start_trainer(ranks, step, "60") as trainer:
+        try:
+            changed = os.waitid(os.P_PID, trainer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert changed is not None
+            assert changed.si_code == os.CLD_STOPPED
             kill(ranks[rank])
-            for name, tensor in tensors[len(tensors) // 2 :]:
-                publication.push(name, tensor)
-            publication.commit()
-
-    with pytest.raises(error):
-        push_with_a_kill()
-    assert (versions(ranks), waiting(ranks)) == (before, [])
+            trainer.send_signal(signal.SIGCONT)
+            said, _ = trainer.communicate(timeout=TIMEOUT_S)
+        finally:
+            trainer.kill()
+    assert said.split()[0] == ("committed" if step == "prepared" else error.code), said
+    eventually(lambda: left_behind(ranks) == [])
+    after = versions(ranks)
+    assert after[0] == after[1]
+    assert (after == before) is (step != "prepared")
     version = publish(trained(model, 5.0 + rank), **where(ranks))
-    assert versions(ranks) == [version, version]
+    assert versions(ranks) == [version, version] != after
 
 
 def test_ranks_that_are_stopped_are_not_waited_for_beyond_the_deadline(ranks: list[Daemon], model: Path) -> None:
