@@ -7,6 +7,7 @@ Owns what these mean: which source, which checks before anything is begun, and w
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import time
@@ -152,8 +153,8 @@ async def change(
     away = [group.members[rank].word for rank in sorted(course.away)]
     while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
-        away = await _not_serving(where, made)
-    version = made.version if made is not None else current_version(await where.group())
+        away = _not_serving(await _seen(where, group), made)
+    version = made.version if made is not None else current_version(await _seen(where, group))
     return Changed(
         transaction,
         version,
@@ -201,9 +202,19 @@ def _differed(group: Group) -> tuple[tuple[str, str], ...]:
     return tuple((word, one.version) for word, one in others if not held(one).versions.same(held(first).versions))
 
 
-async def _not_serving(where: Where, versions: Versions) -> list[str]:
+async def _seen(where: Where, group: Group) -> Group:
+    """The group as it is now. Where it cannot be seen, as when no daemon answers, every rank counts as away: once
+    something is decided that is no error.
+    """
+    try:
+        return await where.group()
+    except WeightCacheError:
+        members = tuple(dataclasses.replace(one, state=None) for one in group.members)
+        return dataclasses.replace(group, members=members)
+
+
+def _not_serving(group: Group, versions: Versions) -> list[str]:
     """The ranks that were not seen to serve it."""
-    group = await where.group()
     serving = {
         member.word
         for member, state in group.states()
@@ -214,7 +225,8 @@ async def _not_serving(where: Where, versions: Versions) -> list[str]:
 
 async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     """End what is open or prepared in the group, whoever began it, as rank 0's record says; what is open is committed
-    if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later.
+    if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later: in the
+    group as it is afterwards they have no state.
 
     Raises why it could not be ended, unless it was committed all the same: then the course says what is amiss.
     """
@@ -222,7 +234,7 @@ async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     course = await _ended(where, group, force=True, commits=True, told=told)
     if course.failure is not None and not (course.outcome is not None and course.outcome.is_commit):
         raise _error(group, course.failure)
-    return await where.group(), course
+    return await _seen(where, group), course
 
 
 async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, told: Told) -> None:

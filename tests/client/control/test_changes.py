@@ -451,6 +451,51 @@ def test_what_is_committed_names_who_was_seen_to_serve_it_and_who_was_not(
     eventually(lambda: len(set(versions(ranks))) == 1)  # by itself
 
 
+def test_when_nobody_answers_once_it_is_decided_all_are_away_and_are_waited_for_where_that_is_asked(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keepers = [one.report().pid for one in ranks]
+    find_group, unseen = group_module.find_group, count()
+
+    def send(number: int) -> None:
+        for keeper in keepers:
+            os.kill(keeper, number)
+
+    class Stopping(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            if step.phase is Phase.APPLY:
+                send(signal.SIGSTOP)
+
+    async def until_unseen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await find_group(*args, **kwargs)
+        except WeightCacheError:
+            next(unseen)
+            send(signal.SIGCONT)
+            raise
+
+    monkeypatch.setattr(commands, "Shown", Stopping)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 1.0)
+    monkeypatch.setattr(group_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(group_module, "find_group", until_unseen)
+    arguments = ["--runtime-dir", str(at)]
+    first = versions(ranks)
+    try:
+        assert commands.update_main(["--model", str(newer), "--wait", *arguments]) == commands.DONE_EXIT
+        assert next(unseen) >= 1, "nobody was seen meanwhile"
+        left = Change(ranks, FromHeld(version=first[0]))
+        left.open()
+        left.prepare()
+        left.prepared()
+        assert commands.update_main(["--resolve", *arguments]) == commands.AWAY_EXIT
+    finally:
+        send(signal.SIGCONT)
+    out, errors = capsys.readouterr()
+    assert "what was left is committed: rank 0 does not answer now" in out
+    assert errors.splitlines()[-1] == "no change is open; tp0of2, tp1of2 will read rank 0's record when back"
+    eventually(lambda: versions(ranks) == first)  # by themselves
+
+
 def test_a_change_goes_on_without_who_watches_it_and_lost_output_never_means_that_nothing_changed(
     ranks: list[Daemon], at: Path, newer: Path
 ) -> None:
