@@ -126,6 +126,7 @@ async def change(
     if keep is not None and not (is_whole_number(keep) and 0 <= keep <= KEEP_MAX):
         raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=shown(keep))
     group = await _whole(where, wait=wait, told=told)
+    again = force  # what came in between is given up like what was there, once; there may be no end of it
     while True:
         await _end_others(where, group, wait=wait, force=force, told=told)
         group = await where.group()
@@ -142,10 +143,11 @@ async def change(
             begun=begun,
         )
         course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
-        if not (wait or force) or where.deadline.passed or not _was_late(course):
+        if not (wait or again) or where.deadline.passed or not _was_late(course):
             break
+        again = False
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
-        raise _error(group, course.failure)
+        raise _error(group, course.failure, left=course.opened and course.outcome is None)
     if not course.outcome.is_commit:
         everyone = tuple(one.word for one in group.members)
         return Changed(transaction, before, before, everyone, (), time.monotonic() - started_s, already=True)
@@ -188,8 +190,8 @@ async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
 
 
 def _was_late(course: Course) -> bool:
-    """Another was opened first, after we had found none: ours never was."""
-    return course.outcome is None and course.failure is not None and course.failure.code == UpdateConflict.code
+    """Another is in the way, after we had found none: ours never was opened, and nobody has begun it."""
+    return not course.opened and course.failure is not None and course.failure.code == UpdateConflict.code
 
 
 def _differed(group: Group) -> tuple[tuple[str, str], ...]:
@@ -267,8 +269,10 @@ async def _ended(where: Where, group: Group, *, force: bool, commits: bool, told
     return await coordinator.run(end(len(group.members), forced=force, commits=commits))
 
 
-def _error(group: Group, failure: Failure | None) -> WeightCacheError:
-    """Why nothing changed, as the error that the rank gave, with its name."""
+def _error(group: Group, failure: Failure | None, *, left: bool = False) -> WeightCacheError:
+    """Why nothing changed, as the error that the rank gave, with its name. ``left``: rank 0 did not confirm that the
+    change is given up.
+    """
     if failure is None:
         return UpdateConflict("the change was not committed", where=group.where)
     kind = ERRORS_BY_CODE.get(failure.code, WeightCacheError)
@@ -285,8 +289,9 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
         "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --wait, or allow more time",
     }
+    open_still = f" (it may still be open at rank 0: `weightcached update --resolve{named}` ends it)" if left else ""
     # The reason may end with a place and a step of its own: what is added to it comes before.
-    message = f"the weights of {group.where} were not changed{who}: {failure.why}"
+    message = f"the weights of {group.where} were not changed{who}{open_still}: {failure.why}"
     try:
         return kind(message, next_step=None if "next step" in failure.why else steps.get(failure.code))
     except TypeError:  # the error of a difference between two configs is made from its fields
