@@ -7,6 +7,7 @@ Owns what these mean: which source, which checks before anything is begun, and w
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import time
@@ -125,6 +126,7 @@ async def change(
     if keep is not None and not (is_whole_number(keep) and 0 <= keep <= KEEP_MAX):
         raise InvalidOption("unusable number of earlier generations", expected=f"0 to {KEEP_MAX}", found=shown(keep))
     group = await _whole(where, wait=wait, told=told)
+    again = force  # what came in between is given up like what was there, once; there may be no end of it
     while True:
         await _end_others(where, group, wait=wait, force=force, told=told)
         group = await where.group()
@@ -141,10 +143,11 @@ async def change(
             begun=begun,
         )
         course = await coordinator.run(begin(len(group.members), transaction, mixed=align))
-        if not (wait or force) or where.deadline.passed or not _was_late(course):
+        if not (wait or again) or where.deadline.passed or not _was_late(course):
             break
+        again = False
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
-        raise _error(group, course.failure)
+        raise _error(group, course.failure, left=course.opened and course.outcome is None)
     if not course.outcome.is_commit:
         everyone = tuple(one.word for one in group.members)
         return Changed(transaction, before, before, everyone, (), time.monotonic() - started_s, already=True)
@@ -152,8 +155,8 @@ async def change(
     away = [group.members[rank].word for rank in sorted(course.away)]
     while wait and away and made is not None and not where.deadline.passed:
         await asyncio.sleep(_PAUSE_S)  # a rank that is away reads the record when it is back; nothing announces it
-        away = await _not_serving(where, made)
-    version = made.version if made is not None else current_version(await where.group())
+        away = _not_serving(await _seen(where, group), made)
+    version = made.version if made is not None else current_version(await _seen(where, group))
     return Changed(
         transaction,
         version,
@@ -187,8 +190,8 @@ async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
 
 
 def _was_late(course: Course) -> bool:
-    """Another was opened first, after we had found none: ours never was."""
-    return course.outcome is None and course.failure is not None and course.failure.code == UpdateConflict.code
+    """Another is in the way, after we had found none: ours never was opened, and nobody has begun it."""
+    return not course.opened and course.failure is not None and course.failure.code == UpdateConflict.code
 
 
 def _differed(group: Group) -> tuple[tuple[str, str], ...]:
@@ -201,9 +204,19 @@ def _differed(group: Group) -> tuple[tuple[str, str], ...]:
     return tuple((word, one.version) for word, one in others if not held(one).versions.same(held(first).versions))
 
 
-async def _not_serving(where: Where, versions: Versions) -> list[str]:
+async def _seen(where: Where, group: Group) -> Group:
+    """The group as it is now. Where it cannot be seen, as when no daemon answers, every rank counts as away: once
+    something is decided that is no error.
+    """
+    try:
+        return await where.group()
+    except WeightCacheError:
+        members = tuple(dataclasses.replace(one, state=None) for one in group.members)
+        return dataclasses.replace(group, members=members)
+
+
+def _not_serving(group: Group, versions: Versions) -> list[str]:
     """The ranks that were not seen to serve it."""
-    group = await where.group()
     serving = {
         member.word
         for member, state in group.states()
@@ -214,7 +227,8 @@ async def _not_serving(where: Where, versions: Versions) -> list[str]:
 
 async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     """End what is open or prepared in the group, whoever began it, as rank 0's record says; what is open is committed
-    if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later.
+    if every rank has it prepared in one version, and else aborted. Ranks that are away read the record later: in the
+    group as it is afterwards they have no state.
 
     Raises why it could not be ended, unless it was committed all the same: then the course says what is amiss.
     """
@@ -222,7 +236,7 @@ async def resolve(where: Where, *, told: Told = nobody) -> tuple[Group, Course]:
     course = await _ended(where, group, force=True, commits=True, told=told)
     if course.failure is not None and not (course.outcome is not None and course.outcome.is_commit):
         raise _error(group, course.failure)
-    return await where.group(), course
+    return await _seen(where, group), course
 
 
 async def _end_others(where: Where, group: Group, *, wait: bool, force: bool, told: Told) -> None:
@@ -255,8 +269,10 @@ async def _ended(where: Where, group: Group, *, force: bool, commits: bool, told
     return await coordinator.run(end(len(group.members), forced=force, commits=commits))
 
 
-def _error(group: Group, failure: Failure | None) -> WeightCacheError:
-    """Why nothing changed, as the error that the rank gave, with its name."""
+def _error(group: Group, failure: Failure | None, *, left: bool = False) -> WeightCacheError:
+    """Why nothing changed, as the error that the rank gave, with its name. ``left``: rank 0 did not confirm that the
+    change is given up.
+    """
     if failure is None:
         return UpdateConflict("the change was not committed", where=group.where)
     kind = ERRORS_BY_CODE.get(failure.code, WeightCacheError)
@@ -273,8 +289,9 @@ def _error(group: Group, failure: Failure | None) -> WeightCacheError:
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
         "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --wait, or allow more time",
     }
+    open_still = f" (it may still be open at rank 0: `weightcached update --resolve{named}` ends it)" if left else ""
     # The reason may end with a place and a step of its own: what is added to it comes before.
-    message = f"the weights of {group.where} were not changed{who}: {failure.why}"
+    message = f"the weights of {group.where} were not changed{who}{open_still}: {failure.why}"
     try:
         return kind(message, next_step=None if "next step" in failure.why else steps.get(failure.code))
     except TypeError:  # the error of a difference between two configs is made from its fields

@@ -236,7 +236,8 @@ def _show_resolved(group: Group, course: Course) -> int:
     away = {group.members[rank].word for rank in course.away} | {*group.missing}
     if course.outcome is not None:
         done = "committed" if course.outcome.is_commit else "given up"
-        print(f"what was left is {done}: rank 0 serves {current_version(group)}")
+        serves = f"serves {current_version(group)}" if group.leader.state is not None else "does not answer now"
+        print(f"what was left is {done}: rank 0 {serves}")
     if course.failure is not None:
         at = f"{group.members[course.failure.rank].word}: " if course.failure.rank is not None else ""
         print(one_line(f"{at}{course.failure.why}"), file=sys.stderr)

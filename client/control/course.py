@@ -132,6 +132,8 @@ class Course:
     prepared: tuple[Held | None, ...] = ()
     begun: frozenset[int] = frozenset()
     """Ranks that took the command to prepare."""
+    opened: bool = False
+    """Of :func:`begin`: rank 0 has opened it, or may have: it was asked, and nobody waits for its answer any more."""
     may_commit: bool = False
     asked: bool = False
     """Rank 0 was asked to commit, by this coordinator or by one that saw the same: it may be committed, whatever is
@@ -197,7 +199,7 @@ def given_up(course: Course, why: str) -> Course:
     """
     match course.phase:
         case Phase.OPEN | Phase.PREPARE | Phase.WAIT:
-            return _abort(course, Failure("daemon_not_ready", why))
+            return _abort(dataclasses.replace(course, opened=True), Failure("daemon_not_ready", why))
         case Phase.COMMIT | Phase.ABORT | Phase.READ:
             code = "decision_unknown" if course.asked else "daemon_unreachable"
             failure = course.failure or Failure(code, why, LEADER)
@@ -253,7 +255,7 @@ def _looked_to_end(course: Course, seen: Sequence[Seen | None]) -> Course:
 def _opened(course: Course, answer: Answer) -> Course:
     if isinstance(answer, Refusal):
         return _done(course, Failure(answer.code, answer.why, LEADER))
-    return course if isinstance(answer, Silence) else dataclasses.replace(course, phase=Phase.PREPARE)
+    return course if isinstance(answer, Silence) else dataclasses.replace(course, phase=Phase.PREPARE, opened=True)
 
 
 def _prepared(course: Course, answers: Mapping[int, Answer]) -> Course:

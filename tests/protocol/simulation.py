@@ -365,7 +365,7 @@ class Simulation:
         """What decides nothing any more is left out: reasons are for people, and one that is done is done."""
         if course.phase is Phase.DONE:
             course = Course(course.size, begins=course.begins, phase=Phase.DONE)
-        course = dataclasses.replace(course, failure=None, asked=False, outcome=None, away=frozenset())
+        course = dataclasses.replace(course, failure=None, opened=False, asked=False, outcome=None, away=frozenset())
         return self._id((course, tuple(sorted((answers or {}).items()))))
 
     def _pending(self, coordinator_id: int) -> list[tuple[int, int, bool]]:

@@ -9,6 +9,7 @@ import queue
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -50,7 +51,7 @@ from weightcached.client.control.course import Phase
 from weightcached.client.control.group import Where
 from weightcached.daemon.output import UNREAD_EXIT, UNWRITTEN_EXIT
 from weightcached.protocol.content import open_weights, take_receipts, weight_files
-from weightcached.protocol.control import FromHeld, Pin, RankState
+from weightcached.protocol.control import FromHeld, Pin, Prepare, RankState
 from weightcached.protocol.digest_cache import DigestCache
 from weightcached.protocol.errors import (
     CheckpointMismatch,
@@ -67,6 +68,7 @@ from weightcached.protocol.errors import (
     WorkerDied,
 )
 from weightcached.protocol.messages import Release, Released
+from weightcached.protocol.places import Place
 
 _NUMBERS = count(2)
 
@@ -381,8 +383,14 @@ def test_an_interruption_says_whether_anything_may_have_changed(
     assert (versions(ranks) == first) is (phase is Phase.WAIT)
 
 
-def test_an_interruption_that_rank_0_does_not_confirm_says_that_the_change_may_still_be_open(
-    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_giving_up_that_rank_0_does_not_confirm_says_that_the_change_may_still_be_open(
+    ranks: list[Daemon],
+    at: Path,
+    newer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interrupted: bool,
 ) -> None:
     keeper = ranks[0].report().pid
 
@@ -391,17 +399,19 @@ def test_an_interruption_that_rank_0_does_not_confirm_says_that_the_change_may_s
             super().__call__(step)
             if step.phase is Phase.WAIT and not step.left:
                 os.kill(keeper, signal.SIGSTOP)
-                for _ in range(2):  # whoever is impatient does not keep it from being asked
+                for _ in range(2 if interrupted else 0):  # whoever is impatient does not keep it from being asked
                     signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(commands, "Shown", Interrupting)
     monkeypatch.setattr(coordinator, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(coordinator, "GIVING_UP_S", 0.0)
     try:
-        status = commands.update_main(["--model", str(newer), "--runtime-dir", str(at)])
+        status = commands.update_main(["--model", str(newer), "--timeout", "4", "--runtime-dir", str(at)])
     finally:
         os.kill(keeper, signal.SIGCONT)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (status, "it may still be open; next step: `weightcached update --resolve`" in said) == (4, True), said
+    expected = (4, "open; next step: `weightcached update --resolve`") if interrupted else (1, "--resolve` ends it): ")
+    assert (status, "it may still be open" in said, expected[1] in said) == (expected[0], True, True), said
     resolve(runtime_dir=at)
 
 
@@ -449,6 +459,51 @@ def test_what_is_committed_names_who_was_seen_to_serve_it_and_who_was_not(
     assert errors.startswith("not seen to serve it yet: tp1of2; "), errors
     assert "every rank" not in out + errors
     eventually(lambda: len(set(versions(ranks))) == 1)  # by itself
+
+
+def test_when_nobody_answers_once_it_is_decided_all_are_away_and_are_waited_for_where_that_is_asked(
+    ranks: list[Daemon], at: Path, newer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keepers = [one.report().pid for one in ranks]
+    find_group, unseen = group_module.find_group, count()
+
+    def send(number: int) -> None:
+        for keeper in keepers:
+            os.kill(keeper, number)
+
+    class Stopping(commands.Shown):
+        def __call__(self, step: Step) -> None:
+            if step.phase is Phase.APPLY:
+                send(signal.SIGSTOP)
+
+    async def until_unseen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await find_group(*args, **kwargs)
+        except WeightCacheError:
+            next(unseen)
+            send(signal.SIGCONT)
+            raise
+
+    monkeypatch.setattr(commands, "Shown", Stopping)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 1.0)
+    monkeypatch.setattr(group_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(group_module, "find_group", until_unseen)
+    arguments = ["--runtime-dir", str(at)]
+    first = versions(ranks)
+    try:
+        assert commands.update_main(["--model", str(newer), "--wait", *arguments]) == commands.DONE_EXIT
+        assert next(unseen) >= 1, "nobody was seen meanwhile"
+        left = Change(ranks, FromHeld(version=first[0]))
+        left.open()
+        left.prepare()
+        left.prepared()
+        assert commands.update_main(["--resolve", *arguments]) == commands.AWAY_EXIT
+    finally:
+        send(signal.SIGCONT)
+    out, errors = capsys.readouterr()
+    assert "what was left is committed: rank 0 does not answer now" in out
+    assert errors.splitlines()[-1] == "no change is open; tp0of2, tp1of2 will read rank 0's record when back"
+    eventually(lambda: versions(ranks) == first)  # by themselves
 
 
 def test_a_change_goes_on_without_who_watches_it_and_lost_output_never_means_that_nothing_changed(
@@ -810,6 +865,30 @@ def test_a_rank_that_is_released_ends_the_change_and_is_named(
             changing.result(TIMEOUT_S)
         assert time.monotonic() - began_s < 15
         assert versions([ranks[1 - released]]) == [other]
+
+
+def test_a_rank_that_cannot_read_what_was_decided_is_not_tried_for_ever(
+    settled_model: Path, newer: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told of another leader, whose socket nobody listens at: whoever gives up what is open is refused."""
+    monkeypatch.setattr(coordinator, "ANSWER_S", 1.0)
+    with group(settled_model, runtime_dir) as ranks:
+        elsewhere = Place(runtime_dir, ranks[0].place.name, "host-elsewhere")
+        other = Change(ranks, from_directory(newer))
+        other.open()
+        asked = Prepare(
+            transaction=other.transaction, leader=elsewhere.device, base=other.bases[1], source=other.source
+        )
+        other.ranks[1].ask(asked, RankState)
+        other.prepared(1)
+        other.abort()
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(elsewhere.control_path))
+        steps: list[Step] = []
+        where = Where.of(runtime_dir=runtime_dir, timeout_s=20)
+        with pytest.raises(UpdateConflict, match=rf"on rank tp1of2: another change.*{other.transaction}"):
+            asyncio.run(changes.update(where, newer, force=True, told=steps.append))
+        assert sum(step.phase is Phase.APPLY for step in steps) == 2, "and once more, for what came in between"
 
 
 def test_only_who_is_late_is_named_when_the_time_is_over(

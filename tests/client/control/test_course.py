@@ -93,6 +93,17 @@ def test_silence_is_asked_again_and_then_given_up() -> None:
     assert [one.verb for one in asks(given_up(course, "not in time"))] == [Verb.ABORT]
 
 
+def test_it_is_known_whether_the_change_itself_was_opened_or_another_before_it() -> None:
+    """The one is begun anew by who waits for others, and the other never: ranks have begun it."""
+    other = after(begin(2, "T"), both(Seen(OLD, None, "X")))
+    refused = after(after(begin(2, "T"), both(Seen(OLD))), {0: Refusal("update_conflict", "X is open")})
+    given_up_by_another = after(preparing(), {0: Seen(OLD, Change("T", "aborted")), 1: Silence()})
+    unheard = given_up(after(after(begin(2, "T"), both(Seen(OLD))), {0: Silence()}), "no answer")
+    found = [(one.opened, one.failure.code) for one in (other, refused, given_up_by_another, unheard) if one.failure]
+    conflict = "update_conflict"
+    assert found == [(False, conflict), (False, conflict), (True, conflict), (True, "daemon_not_ready")]
+
+
 def test_it_is_said_when_nobody_knows_whether_it_was_committed() -> None:
     course = preparing(Change("T", "prepared", new()), Change("T", "prepared", new()))
     lost = given_up(after(course, {0: Silence()}), "no answer")
