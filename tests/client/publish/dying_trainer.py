@@ -8,7 +8,6 @@ With a time it is stopped instead of killed, and says how the push has ended if 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import sys
@@ -53,16 +52,21 @@ def called(owner: type, name: str, number: int, end: End) -> None:
 
 
 def said(kind: type[Message], number: int, end: End, *, before: bool = False) -> None:
-    """Once so many messages of a kind have been said to workers; or ``before`` the last of these."""
-    original, calls = RankPush._say, count(1)
+    """Once so many messages of a kind have been said to workers; or ``before`` the last of these. None of them is said
+    beside another, nor while this process ends.
+    """
+    original, calls, one_at_a_time = RankPush._say, count(1), threading.Lock()
 
     def say(push: RankPush, message: Message) -> None:
-        is_it = isinstance(message, kind) and next(calls) == number
-        if is_it and before:
-            end()
-        original(push, message)
-        if is_it and not before:
-            end()
+        if not isinstance(message, kind):
+            return original(push, message)
+        with one_at_a_time:
+            is_it = next(calls) == number
+            if is_it and before:
+                end()
+            original(push, message)
+            if is_it and not before:
+                end()
 
     RankPush._say = say  # type: ignore[method-assign, assignment]
 
@@ -134,7 +138,8 @@ def filled(box: Box) -> Any:
 
 
 def main(runtime_dir: str, step: str, timeout_s: str = "") -> None:
-    STEPS[step](lambda: os.kill(os.getpid(), signal.SIGSTOP if timeout_s else signal.SIGKILL))
+    # Sent to the thread that calls it, which goes no step further: a process's is taken by any of its threads.
+    STEPS[step](lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP if timeout_s else signal.SIGKILL))
     try:
         with stage(
             runtime_dir=runtime_dir, bucket_nbytes=64 * 1024, bucket_count=2, timeout_s=float(timeout_s or 60)

@@ -125,13 +125,11 @@ KILLS: dict[str, tuple[Callable[[Daemon], None], type[WeightCacheError]]] = {
     "keeper": (kill_and_wait, DaemonUnreachable),
 }
 KILLED_AT = ("between buckets", "finished at one rank", "digests", "no version yet", "prepared")
+LOSSES = [*product(KILLS, KILLED_AT[:-1]), ("keeper", "prepared")]  # which has no worker any more
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("victim", "step"),
-    [*product(KILLS, KILLED_AT[:-1]), ("keeper", "prepared")],  # which has no worker any more
-)
+@pytest.mark.parametrize(("victim", "step"), LOSSES)
 def test_one_rank_loses_its(ranks: list[Daemon], model: Path, rank: int, victim: str, step: str) -> None:
     """While the trainer is at that step. What was prepared at every rank is so still, and becomes what all serve."""
     before, (kill, error) = versions(ranks), KILLS[victim]
@@ -150,7 +148,8 @@ def test_one_rank_loses_its(ranks: list[Daemon], model: Path, rank: int, victim:
     after = versions(ranks)
     assert after[0] == after[1]
     assert (after == before) is (step != "prepared")
-    version = publish(trained(model, 5.0 + rank), **where(ranks))
+    new = 8.0 + (2 * LOSSES.index((victim, step)) + rank) / 8  # as served by no test before: else nothing would change
+    version = publish(trained(model, new), **where(ranks))
     assert versions(ranks) == [version, version] != after
 
 
