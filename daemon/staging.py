@@ -146,6 +146,7 @@ class _Attendance:
         loading = asyncio.create_task(
             load_pushed(self._request, self._record.progress, self._take), name="take what is pushed"
         )
+        made = None
         try:
             await _first(loading, self.lost)
             if self.lost.done() and (not loading.done() or isinstance(loading.exception(), StageLost)):
@@ -155,7 +156,8 @@ class _Attendance:
                     found=self.lost.result(),
                     next_step="push again",
                 )
-            return await loading
+            made = await loading
+            return made
         except (TransientFailure, InsufficientMemory) as failure:
             cause = failure.cause if isinstance(failure, TransientFailure) else failure
             if isinstance(cause, InsufficientMemory):
@@ -166,7 +168,8 @@ class _Attendance:
             self._failure = error
             raise
         finally:
-            await _ended(loading)
+            if made is None:
+                await _given_back(loading)
 
     def _take(self, staged: Staged, fds: OwnedFds) -> None:
         if self._staged.cancelled():
@@ -213,10 +216,8 @@ async def _first(*waited_for: asyncio.Future[Any], timeout_s: float | None = Non
     await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _ended(loading: asyncio.Task[Generation]) -> None:
-    """Whatever became of it, no worker is left, and what nobody took is given back."""
-    if loading.done():
-        return
+async def _given_back(loading: asyncio.Task[Generation]) -> None:
+    """Whatever becomes of it, no worker is left, nor what it has made."""
     loading.cancel()
     await asyncio.wait({loading})
     if not loading.cancelled() and loading.exception() is None:

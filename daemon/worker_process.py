@@ -80,17 +80,21 @@ class Worker:
 
     async def _frame(self) -> Frame:
         """The next frame, or the worker's death, whichever comes first: a process it started may hold the channel
-        open.
+        open. Cancelled once a frame is there, its descriptors are closed: whoever is cancelled gets no result.
         """
         receiving = asyncio.create_task(self._channel.receive(), name="worker's next frame")
+        frame = None
         try:
             await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
             async with asyncio.timeout(_LAST_FRAME_TIMEOUT_S if self._exit.done() else None):
-                return await receiving
+                frame = await receiving
+            return frame
         except (PeerClosed, ConnectionError, TimeoutError) as error:
             raise await self._death() from error
         finally:
             receiving.cancel()
+            if frame is None and receiving.done() and not receiving.cancelled() and receiving.exception() is None:
+                receiving.result().fds.close()
 
     async def _death(self) -> TransientFailure | WorkerDied:
         """What its end without a result is. One that ends as if all were well does so again: that is for good."""

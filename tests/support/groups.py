@@ -19,6 +19,7 @@ import psutil
 
 from tests.support.commanding import Changer, new_transaction
 from tests.support.daemons import Daemon, supervised_daemon
+from tests.support.eventually import eventually
 from tests.support.resources import open_fds
 from weightcached.protocol.control import Decided, FromCheckpoint, FromHeld, RankState, Resolve
 
@@ -121,15 +122,31 @@ def left_behind(ranks: list[Daemon]) -> list[str]:
         held = {state.generation for state in Changer(one).state().generations}
         memory = {"weightcached:state"} | {f"weightcached:{each}:{part}" for each in held for part in ("0", "manifest")}
         keeper = one.report().pid
-        for pid in (keeper, one.pid):
+        for who, pid in (("keeper", keeper), ("supervisor", one.pid)):
             names = [name[len("/memfd:") :].split()[0] for name in open_fds(pid).values() if "/memfd:" in name]
-            found += [f"{one.place.device}: {name}" for name in set(names) ^ memory]
-            found += [f"{one.place.device}: {name} twice" for name, count in Counter(names).items() if count > 1]
+            at = f"{one.place.device}, {who}"
+            found += [f"{at}: {name}" for name in set(names) - memory]
+            found += [f"{at}: no {name}" for name in memory - set(names)]
+            found += [f"{at}: {name} twice" for name, count in Counter(names).items() if count > 1]
         workers = [
             child for child in psutil.Process(keeper).children() if "weightcached.loader.worker" in _words(child)
         ]
         found += [f"{one.place.device}: {worker}" for worker in workers]
     return found
+
+
+def eventually_nothing_left(ranks: list[Daemon], *, timeout_s: float = 20.0) -> None:
+    """AssertionError with what :func:`left_behind` still finds."""
+    found: list[str] = []
+
+    def nothing() -> bool:
+        found[:] = left_behind(ranks)
+        return not found
+
+    try:
+        eventually(nothing, timeout_s=timeout_s)
+    except AssertionError:
+        raise AssertionError(f"left behind: {found}") from None
 
 
 def _words(process: psutil.Process) -> list[str]:

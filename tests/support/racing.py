@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.support.commanding import Changer
 from tests.support.daemons import Daemon
 from tests.support.eventually import eventually
-from tests.support.groups import left_behind, versions
+from tests.support.groups import eventually_nothing_left, versions
 from weightcached.protocol.control import Decided, ReadDecision
 from weightcached.protocol.errors import GenerationGone, UpdateConflict, WeightCacheError
 
@@ -44,7 +44,7 @@ def race(
     assert len(made) == len(committed), told
     for decided in committed:
         assert decided.version in made or decided.receipts_version in made, told
-    eventually(lambda: left_behind(ranks) == [])
+    eventually_nothing_left(ranks)
     served = committed[-1].receipts_version if committed else before[0]
     assert versions(ranks) == [served] * len(ranks), told
 

@@ -18,8 +18,7 @@ from tests.client.publish.dying_trainer import STEPS
 from tests.client.publish.test_publish import trained, where
 from tests.support.commanding import Changer
 from tests.support.daemons import TIMEOUT_S, Daemon
-from tests.support.eventually import eventually
-from tests.support.groups import kill_and_wait, left_behind, versions, waiting
+from tests.support.groups import eventually_nothing_left, kill_and_wait, left_behind, versions, waiting
 from tests.support.referenced import raw
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
@@ -90,7 +89,7 @@ def test_a_trainer_that_is_killed(ranks: list[Daemon], model: Path, step: str) -
             assert trainer.wait(TIMEOUT_S) == -signal.SIGKILL
         outcome = ranks[0].wait_logged("change decided", first=first)["outcome"]
         assert outcome == ("committed" if step == "decided" else "aborted") or step == "deciding"
-        eventually(lambda: left_behind(ranks) == [])
+        eventually_nothing_left(ranks)
         after = versions(ranks)
         assert after[0] == after[1]
         assert (after == before) is (outcome == "aborted")
@@ -144,7 +143,7 @@ def test_one_rank_loses_its(ranks: list[Daemon], model: Path, rank: int, victim:
         finally:
             trainer.kill()
     assert said.split()[0] == ("committed" if step == "prepared" else error.code), said
-    eventually(lambda: left_behind(ranks) == [])
+    eventually_nothing_left(ranks)
     after = versions(ranks)
     assert after[0] == after[1]
     assert (after == before) is (step != "prepared")
