@@ -27,11 +27,9 @@ from weightcached.client.stale import OnStale, StaleCallback, exit_process
 from weightcached.client.wake import Ended, Wake
 from weightcached.protocol.channel import Channel
 from weightcached.protocol.errors import (
-    DaemonAbsent,
-    DaemonDraining,
+    RESTARTING,
     DaemonUnreachable,
     GenerationGone,
-    NotReadyError,
     WeightCacheError,
 )
 from weightcached.protocol.fds import OwnedFds
@@ -41,9 +39,6 @@ logger = logging.getLogger("weightcached.client")
 
 State = Literal["connected", "detached", "stale", "closed"]
 _Callback = TypeVar("_Callback", bound=Callable[..., object])
-
-_PASSING = (NotReadyError, DaemonAbsent, DaemonUnreachable, DaemonDraining)
-"""What is to be expected while a daemon is being restarted."""
 
 
 class Lease:
@@ -290,7 +285,7 @@ class Lease:
                 backoff = Backoff()
             except (WeightCacheError, OSError) as error:
                 if type(error) is not type(self._obstacle):
-                    level = logging.INFO if isinstance(error, _PASSING) else logging.WARNING
+                    level = logging.INFO if isinstance(error, RESTARTING) else logging.WARNING
                     logger.log(level, "cannot resume the lease at %s yet: %s", self.where, error)
                 self._obstacle = error
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from weightcached.daemon.output import told
+from weightcached.daemon.output import status_of
 from weightcached.daemon.stopping import stop_signals
 from weightcached.protocol.command_line import INTERRUPTED_EXIT, USAGE_EXIT
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = f"weightcached {arguments[0]}" if arguments and arguments[0] in COMMANDS else "weightcached"
     try:
-        return told(command, lambda: _run(arguments))
+        return status_of(command, lambda: _run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT
 

@@ -18,7 +18,6 @@ from weightcached.protocol.deadline import Deadline
 from weightcached.protocol.errors import WeightCacheError
 from weightcached.protocol.messages import Message
 from weightcached.protocol.places import Place
-from weightcached.protocol.transaction import Decision, Versions
 
 PAUSE_FIRST_S = 0.2
 PAUSE_MAX_S = 10.0
@@ -93,18 +92,10 @@ class Following:
             Decided,
             deadline=Deadline.after(ANSWER_TIMEOUT_S),
         )
-        await self._changing.act(decision_of(decided))
+        await self._changing.act(decided.decision)
 
     async def stop(self) -> None:
         """Follow no more. Safe to call twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
-
-
-def decision_of(decided: Decided) -> Decision:
-    """What a leader has answered, as the rules take it."""
-    versions = None
-    if decided.version is not None and decided.receipts_version is not None:
-        versions = Versions(decided.version, decided.receipts_version)
-    return Decision(decided.transaction, decided.outcome, versions)

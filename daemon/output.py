@@ -52,7 +52,7 @@ class _Raw(io.FileIO):
         return memoryview(data).nbytes
 
 
-def told(command: str, work: Callable[[], int]) -> int:
+def status_of(command: str, work: Callable[[], int]) -> int:
     """The status of ``work``, or the one that says that its output is lost."""
     status: object = None
     with _guarded():

@@ -28,7 +28,7 @@ from weightcached.protocol.messages import (
     ShortText,
     Status,
 )
-from weightcached.protocol.transaction import Outcome
+from weightcached.protocol.transaction import Decision, Outcome, Versions
 
 CONTROL_REQUEST_MAX_BYTES = 64 * 1024
 CONTROL_ANSWER_MAX_BYTES = 1024 * 1024
@@ -200,6 +200,14 @@ class Decided(Message):
     version: ShortText | None = None
     receipts_version: ShortText | None = None
     vault_id: Hex32
+
+    @property
+    def decision(self) -> Decision:
+        """As the rules take it."""
+        versions = None
+        if self.version is not None and self.receipts_version is not None:
+            versions = Versions(self.version, self.receipts_version)
+        return Decision(self.transaction, self.outcome, versions)
 
 
 # Events

@@ -509,6 +509,10 @@ class BarrierError(ContractError):
     code = "barrier"
 
 
+RESTARTING = (NotReadyError, DaemonAbsent, DaemonUnreachable, DaemonDraining)
+"""What is met while a daemon is being started again, and passes by itself where one is to come back."""
+
+
 def _leaves(cls: type[WeightCacheError]) -> dict[str, type[WeightCacheError]]:
     found = {cls.code: cls}
     for child in cls.__subclasses__():

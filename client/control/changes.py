@@ -26,6 +26,7 @@ from weightcached.protocol.errors import (
     DaemonNotReady,
     DaemonUnreachable,
     DecisionUnknown,
+    GenerationGone,
     InvalidOption,
     UpdateConflict,
     WeightCacheError,
@@ -98,13 +99,33 @@ async def rollback(
 ) -> Changed:
     """Have all ranks serve a version again that they hold: ``to``, its beginning, or else the one before this one.
 
-    Raises GenerationGone with who holds it and who does not.
+    "This one" is what rank 0 serves when it is asked for, once every rank is there: that is what is to be taken back.
+    Where another change that was waited for has taken it back already, all is well (:attr:`Changed.already`); where one
+    has put another version in its place, nothing is changed: GenerationGone. So it is where some rank does not hold the
+    version any more, with who does not.
     """
     if to is not None:
         checked_text("version to roll back to", to)
     checked_flags(wait=wait, force=force, align=align)
-    source = held_by_all(await _whole(where, wait=wait, told=told), to)
-    return await change(where, source, wait=wait, force=force, align=align, told=told)
+    group = await _whole(where, wait=wait, told=told)
+    source, taken_back = held_by_all(group, to), _served(group)
+
+    def require_served(now: Group) -> None:
+        served = _served(now)
+        if taken_back is None or served is None or served.same(taken_back):
+            return
+        if source.version == served.version or source.receipts_version == served.receipts_version:
+            return
+        raise GenerationGone(
+            "another change was decided first, and what was to be taken back is not served any more",
+            expected=taken_back.version,
+            found=f"{served.version} at rank 0",
+            where=now.where,
+            next_step="`weightcached generations` shows what is held: say which it is to be with --to",
+        )
+
+    require = require_served if to is None else None
+    return await change(where, source, wait=wait, force=force, align=align, told=told, require=require)
 
 
 async def change(
@@ -117,9 +138,11 @@ async def change(
     align: bool = False,
     told: Told = nobody,
     begun: Callable[[str], Awaitable[None]] | None = None,
+    require: Callable[[Group], None] | None = None,
 ) -> Changed:
     """One change of all ranks, from whatever source. ``begun`` is awaited with the transaction once every rank has
-    begun to prepare it: a trainer pushes then. The other parameters are :func:`update`'s.
+    begun to prepare it: a trainer pushes then. ``require`` is called with the group once no other change is in the way:
+    what it raises ends this before anything is begun. The other parameters are :func:`update`'s.
     """
     started_s = time.monotonic()
     checked_flags(wait=wait, force=force, align=align)
@@ -131,6 +154,8 @@ async def change(
         await _end_others(where, group, wait=wait, force=force, told=told)
         group = await where.group()
         group.require_whole()
+        if require is not None:
+            require(group)
         before = current_version(group)
         transaction = secrets.token_hex(16)
         coordinator = Coordinator(
@@ -306,7 +331,13 @@ def _error(group: Group, failure: Failure | None, *, left: bool = False) -> Weig
 
 
 def current_version(group: Group) -> str:
+    """What rank 0 serves, for people."""
+    served = _served(group)
+    return served.version if served is not None else "none"
+
+
+def _served(group: Group) -> Versions | None:
     """What rank 0 serves."""
     state = group.leader.state
     current = state.generation(state.current) if state is not None else None
-    return current.version if current is not None else "none"
+    return held(current).versions if current is not None else None

@@ -60,8 +60,10 @@ _WORDS = {
     Phase.APPLY: "telling every rank",
 }
 _Change = Callable[[argparse.Namespace, Where, Told], Coroutine[Any, Any, int]]
-_PASSING = (NotReadyError, DaemonUnreachable, DaemonDraining, WorkerDied, HolderDied, CheckpointChanged)
-"""Errors that the same command may not meet when it is given again: somebody is away, or died, or was still writing."""
+_NOT_NOW = (NotReadyError, DaemonUnreachable, DaemonDraining, WorkerDied, HolderDied, CheckpointChanged)
+"""Errors that the same command may not meet when it is given again: somebody is away, or died, or was still writing.
+A place without any daemon (DaemonAbsent) is none of them: nobody is known to come back there.
+"""
 
 
 def update_main(argv: list[str]) -> int:
@@ -93,7 +95,9 @@ def rollback_main(argv: list[str]) -> int:
     """``weightcached rollback``."""
     parser = Parser(
         prog="weightcached rollback",
-        description="Have all ranks of a group serve a version again that they hold, without loading: all or none.",
+        description="Have all ranks of a group serve a version again that they hold, without loading: all or none.\n"
+        "Without --to it takes back what is served when it is given: with --wait, a change that ends meanwhile may\n"
+        "have done that already (0), or have put another version in its place, which is left there (2).",
         epilog=_EXIT_CODES,
     )
     parser.add_argument("--to", metavar="VERSION", help="or its beginning (default: the one before this one)")
@@ -148,7 +152,7 @@ def _run(prog: str, given: argparse.Namespace, what: _Change) -> int:
             return USAGE_EXIT
         if isinstance(error, DecisionUnknown):
             return UNKNOWN_EXIT
-        return NOT_NOW_EXIT if isinstance(error, _PASSING) else FAILED_EXIT
+        return NOT_NOW_EXIT if isinstance(error, _NOT_NOW) else FAILED_EXIT
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _interrupted(prog, shown)
 

@@ -264,7 +264,7 @@ class Coordinator:
             if one.verb in (Verb.COMMIT, Verb.ABORT, Verb.READ):
                 return Silence(str(error), error.code)  # only what is written decides
             return Refusal(error.code, str(error))
-        return seen(found) if isinstance(found, RankState) else _decision(found)
+        return seen(found) if isinstance(found, RankState) else found.decision
 
     def _request(self, one: Ask) -> tuple[Message, type[RankState] | type[Decided]]:
         transaction = one.transaction or ""
@@ -344,13 +344,6 @@ def seen(state: RankState) -> Seen:
         )
     stopping = state.state in ("draining", "stopped")
     return Seen(held(current) if current is not None else None, change, state.open, stopping)
-
-
-def _decision(decided: Decided) -> Decision:
-    versions = None
-    if decided.version is not None and decided.receipts_version is not None:
-        versions = Versions(decided.version, decided.receipts_version)
-    return Decision(decided.transaction, decided.outcome, versions)
 
 
 def _has_applied(answer: Answer, transaction: str | None) -> bool:

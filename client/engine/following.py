@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightcached.client.backoff import Backoff
 from weightcached.client.stale import STALE_EXIT, end_stale
 from weightcached.protocol.errors import (
-    DaemonAbsent,
-    DaemonDraining,
-    DaemonUnreachable,
+    RESTARTING,
     GenerationGone,
-    NotReadyError,
     ReadersInside,
     SwapFailed,
     WeightCacheError,
@@ -27,8 +24,8 @@ if TYPE_CHECKING:
 SWITCH_TIMEOUT_S = 600.0
 """For staging, and then for answers under way: one may be long."""
 
-_PASSING = (NotReadyError, DaemonAbsent, DaemonUnreachable, DaemonDraining, GenerationGone)
-"""What another attempt may not meet: the daemon is busy or being started again, or has another to give by now."""
+_TRIED_AGAIN = (*RESTARTING, GenerationGone)
+"""What another attempt may not meet: a daemon that is away, or that has another generation to give by now."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +93,7 @@ class Following:
             except ReadersInside as error:
                 self._error = str(error)
                 self._follower.nudge()  # the answers under way end at some time
-            except (*_PASSING, OSError) as error:  # OSError: this process is short of something
+            except (*_TRIED_AGAIN, OSError) as error:  # OSError: this process is short of something
                 if str(error) != self._error:
                     _log.warning("the weights in use are kept for now: %s", error)
                 self._error = str(error)

@@ -105,8 +105,12 @@ class Publication:
         return changed
 
     async def _push_to(self, transaction: str) -> None:
-        """Every rank prepares: have them take what is pushed, and wait until the caller's thread is through."""
+        """Every rank prepares: have them take what is pushed, and wait until the caller's thread is through. Raises
+        DaemonUnreachable, DaemonNotReady or DaemonAbsent where one is not there any more: no push is begun then, which
+        could not be committed.
+        """
         group = await self._where.group()
+        group.require_whole()
         places = [one.place for one in group.members if one.place is not None]
 
         def begin() -> None:

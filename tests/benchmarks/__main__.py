@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings(
         quick=given.quick,
         load_gib=given.gib or (0.25 if given.quick else 2.0),
+        asked_gib=given.gib,
         rounds=given.rounds or (1 if given.quick else 5),
         settle=not given.no_settle,
     )
@@ -68,7 +69,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__.partition("\n")[0])
     parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="smaller, once, in about a minute: proves that it runs")
-    parser.add_argument("--gib", type=float, metavar="G", help="size of the checkpoint that is loaded (default: 2)")
+    parser.add_argument("--gib", type=float, metavar="G", help="size of what is loaded (default: 2) or swapped (8)")
     parser.add_argument("--rounds", type=int, metavar="N", help="loads of each kind (default: 5)")
     parser.add_argument("--no-settle", action="store_true", help="load into whatever memory the system has (settle.py)")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="for temporary checkpoints (default: as tempfile says)")

@@ -17,6 +17,8 @@ class Settings:
 
     quick: bool = False
     load_gib: float = 2.0
+    asked_gib: float | None = None
+    """What `--gib` said, if anything: for benchmarks whose own size is another."""
     rounds: int = 5
     settle: bool = True
     """Whether loads start with memory that the machine really has (`settle.py`)."""

@@ -15,13 +15,19 @@ TENSORS = 1000
 
 
 def run(settings: Settings, workspace: Workspace) -> Outcome:
-    large = GIB if settings.quick else 8 * GIB
-    if meminfo_nbytes("MemAvailable") < 2 * large + 2 * SPARE_BYTES:
-        large //= 2
-    require_memory(2 * large + SPARE_BYTES, what="swap")
+    wanted = int((settings.asked_gib or (1 if settings.quick else 8)) * GIB)
+    available = meminfo_nbytes("MemAvailable")
+    large = wanted if available >= _needed_nbytes(wanted) + SPARE_BYTES else wanted // 2
+    require_memory(_needed_nbytes(large), what="swap")
+    halved = (
+        f"{size(large)} and not {size(wanted)}, two of which need {size(_needed_nbytes(wanted) + SPARE_BYTES)} of free "
+        f"memory: there are {size(available)}"
+        if large < wanted
+        else None
+    )
     rounds = 4 if settings.quick else 4 * settings.rounds
     measured: dict[int, dict[str, Any]] = {}
-    for nbytes in (GIB // 10, large):
+    for nbytes in sorted({min(GIB // 10, large), large}):
         folder = workspace.runtime_dir / f"swap-{nbytes}"
         folder.mkdir(mode=0o755)
         measured[nbytes] = fresh.call(
@@ -32,17 +38,25 @@ def run(settings: Settings, workspace: Workspace) -> Outcome:
             tensors=TENSORS,
             rounds=rounds,
         ).value
-    worst_s = max(statistics.median(seconds["barrier"]) for ways in measured.values() for seconds in ways.values())
+    barriers = [seconds["barrier"] for ways in measured.values() for seconds in ways.values()]
+    median_s = max(map(statistics.median, barriers))
     target = Target(
         f"swap of {TENSORS} tensors, barrier entered to barrier left: at most {GOAL_S * 1e3:g} ms (median), "
-        f"{size(GIB // 10)} and {size(large)}",
-        f"{milliseconds(worst_s)} ms",
-        worst_s <= GOAL_S,
+        + " and ".join(map(size, measured))
+        + (f" ({halved})" if halved else ""),
+        f"{milliseconds(median_s)} ms, the longest {milliseconds(max(map(max, barriers)))} ms",
+        median_s <= GOAL_S,
     )
-    return Outcome("swap", [_table(measured, rounds)], (target,), {str(key): value for key, value in measured.items()})
+    table = _table(measured, rounds, halved)
+    return Outcome("swap", [table], (target,), {str(key): value for key, value in measured.items()})
 
 
-def _table(measured: dict[int, dict[str, Any]], rounds: int) -> Table:
+def _needed_nbytes(nbytes: int) -> int:
+    """Two generations, and what is beside them."""
+    return 2 * nbytes + SPARE_BYTES
+
+
+def _table(measured: dict[int, dict[str, Any]], rounds: int, halved: str | None) -> Table:
     words = {"quiet": "nobody reads", "busy": "two threads read"}
     rows = tuple(
         (
@@ -64,5 +78,6 @@ def _table(measured: dict[int, dict[str, Any]], rounds: int) -> Table:
         (
             "barrier: from the moment when nobody is inside until readers go on; the old is unmapped after it",
             "of it processor: what the thread that swaps computed; the rest it waited for a busy machine",
+            *([halved] if halved else []),
         ),
     )

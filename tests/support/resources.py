@@ -5,9 +5,11 @@ import gc
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from weightcached.client.transformers.loading import CLOSING
 
@@ -34,6 +36,40 @@ def anonymous_nbytes(pid: int | str = "self") -> int:
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         line = next(line for line in file if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a process holds. Whatever it leaves behind makes one of these more."""
+
+    descriptors: Counter[str]
+    """By what they are: `socket`, `/memfd`, …"""
+    memfds_nbytes: int
+    """Sizes of those that it has a descriptor of, each counted once."""
+    mappings_nbytes: list[int]
+    """Of each mapping of a memfd."""
+    threads: int
+    children: int
+
+
+def holding(pid: int) -> Holding:
+    """Counted now. FileNotFoundError where there is no such process."""
+    fds, memfds = open_fds(pid), {}
+    for fd, what in fds.items():
+        if what.startswith("/memfd:"):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                status = os.stat(f"/proc/{pid}/fd/{fd}")
+                memfds[status.st_ino] = status.st_size
+    extents = [line.split(" ", 1)[0].split("-") for line in memfd_mappings(pid)]
+    threads = os.listdir(f"/proc/{pid}/task")
+    children = [Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii") for thread in threads]
+    return Holding(
+        descriptors=Counter(what.split(":")[0] for what in fds.values()),
+        memfds_nbytes=sum(memfds.values()),
+        mappings_nbytes=sorted(int(end, 16) - int(start, 16) for start, end in extents),
+        threads=len(threads),
+        children=sum(len(line.split()) for line in children),
+    )
 
 
 @contextmanager

@@ -224,6 +224,36 @@ def test_a_rollback_that_was_left_open_is_in_the_way_of_another_and_no_more(
     assert versions(ranks) == first
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_rollback_that_waited_takes_back_what_was_served_when_it_was_asked_for(
+    ranks: list[Daemon], at: Path, newer: Path, settled_model: Path, tmp_path: Path, commit: bool, named: bool
+) -> None:
+    """Not what the other change has put in its place meanwhile. Whoever names a version gets it whatever came."""
+    first = versions(ranks)
+    update(newer, runtime_dir=at, keep=2)
+    second = versions(ranks)
+    other = Change(ranks, from_directory(other_weights(settled_model, tmp_path / "third", number=next(_NUMBERS))))
+    other.open()
+    other.prepare()
+    other.prepared()
+    steps: queue.Queue[Step] = queue.Queue()
+    where = Where.of(runtime_dir=at, timeout_s=TIMEOUT_S)
+    to = second[0] if named and commit else first[0] if named else None
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(lambda: asyncio.run(changes.rollback(where, to, wait=True, told=steps.put)))
+        while steps.get(timeout=TIMEOUT_S).transaction != other.transaction:
+            pass
+        _ = other.commit() if commit else other.abort()
+        if commit and not named:
+            with pytest.raises(GenerationGone, match=r"was to be taken back is not served any more.*--to"):
+                waits.result(TIMEOUT_S)
+            assert second != versions(ranks) != first
+        else:
+            assert not waits.result(TIMEOUT_S).already
+            assert versions(ranks) == (second if commit else first)
+
+
 def test_what_was_left_is_given_up_by_who_changes_the_weights_himself(
     ranks: list[Daemon], at: Path, newer: Path, settled_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.client.publish.dying_trainer import STEPS
-from tests.client.publish.test_publish import trained, where
+from tests.client.publish.test_publish import BUCKETS, trained, where
 from tests.support.commanding import Changer
 from tests.support.daemons import TIMEOUT_S, Daemon
-from tests.support.groups import eventually_nothing_left, kill_and_wait, left_behind, versions, waiting
+from tests.support.groups import eventually_nothing_left, group, kill_and_wait, left_behind, versions, waiting
 from tests.support.referenced import raw
 from tests.support.unprivileged import ROOT
 from weightcached.client import attach
+from weightcached.client.control.group import Group, Where
 from weightcached.client.publish import publish, stage
 from weightcached.client.publish.session import Publication
 from weightcached.protocol.deadline import Deadline
@@ -150,6 +152,31 @@ def test_one_rank_loses_its(ranks: list[Daemon], model: Path, rank: int, victim:
     new = 8.0 + (2 * LOSSES.index((victim, step)) + rank) / 8  # as served by no test before: else nothing would change
     version = publish(trained(model, new), **where(ranks))
     assert versions(ranks) == [version, version] != after
+
+
+@pytest.mark.slow
+def test_a_group_that_lacks_a_rank_is_not_pushed_to(model: Path, runtime_dir: Path) -> None:
+    """Whether it is lost when both have begun to prepare, or before anything is begun."""
+    with group(model, runtime_dir, size=2, scripts={0: None, 1: None}) as both:
+        before = both[0].report().generation
+
+        class LosesOne(Where):
+            async def group(self) -> Group:
+                found = await super().group()
+                if all(state.change is not None for _, state in found.states()) and both[1].process.poll() is None:
+                    both[1].stop(signal.SIGKILL)
+                    found = await super().group()
+                return found
+
+        terms: dict[str, Any] = {"keep": None, "wait": False, "force": False, **BUCKETS}
+        for kind in (LosesOne, Where):
+            here = kind.of(runtime_dir=runtime_dir, timeout_s=600.0)
+            publication = Publication(here, trainer="the test", partial=True, **terms)
+            with pytest.raises(DaemonUnreachable, match=r"not every rank.*without tp1of2"), publication:
+                pytest.fail("a push was begun at one rank of two")
+            assert not here.deadline.passed
+        state = Changer(both[0]).state()
+        assert (state.open, state.current, len(state.generations)) == (None, before, 1)
 
 
 def test_ranks_that_are_stopped_are_not_waited_for_beyond_the_deadline(ranks: list[Daemon], model: Path) -> None:

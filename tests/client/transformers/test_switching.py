@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from weightcached.client.transformers.switching import swap_in
 from weightcached.protocol.errors import SwapRefused
 
 CAUSAL = transformers.AutoModelForCausalLM
+PROMPT = [5, 9, 2, 7, 1, 3, 8, 6]
+TOKENS = 12
 
 
 def cloned(model: Any) -> None:
@@ -82,3 +84,54 @@ def test_parameters_of_its_own_are_refused_by_name_and_nothing_is_exchanged(
         assert weights.lease.generation == generation
     swapped(whole, bound_to(whole))
     require_same(whole, CAUSAL.from_pretrained(tuned))
+
+
+def continued(model: Any, tokens: Sequence[int], *, compiled: bool, **options: Any) -> list[int]:
+    """The tokens after these."""
+    compiling = transformers.CompileConfig(backend="eager")
+    compiling._compile_all_devices = True
+    made = model.generate(
+        torch.tensor([tokens]),
+        do_sample=False,
+        min_new_tokens=TOKENS,
+        max_new_tokens=TOKENS,
+        compile_config=compiling,
+        disable_compile=not compiled,
+        **options,
+    )
+    return [int(token) for token in made[0, len(tokens) :]]
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # its newer name is not in 5.0
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="as written"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
+def test_what_is_generated_with_a_static_cache_after_a_swap_is_of_the_new_weights(
+    checkpoints: Callable, serve: Callable[..., None], cache: dict[str, Any], tmp_path: Path, compiled: bool
+) -> None:
+    """Keys and values that a call has for itself need nothing. Those that are kept between calls are of the old
+    weights, and have to be dropped: a conversation that goes on with them is none of the new ones.
+    """
+    directory = checkpoints("llama-tied")[1]
+    tuned = fine_tuned(directory, tmp_path / "tuned")
+    serve(directory)
+    model = from_pretrained(CAUSAL, directory, weight_cache={**cache, "want": "current"})
+    weights, plain = bound_to(model), CAUSAL.from_pretrained(tuned)
+    static: dict[str, Any] = {"cache_implementation": "static", "compiled": compiled}
+    kept = transformers.StaticCache(config=model.config, max_cache_len=2 * (len(PROMPT) + TOKENS))
+    with weights.barrier.reading():
+        before = continued(model, PROMPT, **static)
+        assert before == continued(model, PROMPT, past_key_values=kept, compiled=compiled)
+    assert before == continued(CAUSAL.from_pretrained(directory), PROMPT, **static)
+    assert hasattr(model, "_compiled_call") is compiled
+    update(tuned, runtime_dir=cache["runtime_dir"])
+    swapped(model, weights)
+    after, longer = continued(plain, PROMPT, **static), [*PROMPT, *before, *PROMPT]
+    goes_on = continued(plain, longer, **static)
+    assert before != after
+    with weights.barrier.reading():
+        assert continued(model, PROMPT, **static) == after
+        assert continued(model, longer, **static) == goes_on
+        assert continued(model, longer, past_key_values=kept, compiled=compiled) != goes_on
+        kept.reset()
+        assert continued(model, longer, past_key_values=kept, compiled=compiled) == goes_on

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import ClassVar
@@ -163,9 +164,7 @@ class SlowRank(Change):
 
 
 class KilledInChange(Change):
-    """A change of any kind, and at some step of it somebody is killed: by ``kill``, which returns when whoever it was
-    can be waited for, and whether that was in the middle.
-    """
+    """A change of any kind, and at some step of it somebody is killed."""
 
     kinds: ClassVar[Sequence[str]] = KINDS
     steps: ClassVar[Sequence[str]] = _STEPS
@@ -189,8 +188,11 @@ class KilledInChange(Change):
             self.ended(_end_of(process))
         group.resolve()
 
+    @abstractmethod
     def kill(self, world: World, site: Site, process: subprocess.Popen[str]) -> bool:
-        raise NotImplementedError
+        """Do it, and wait until whoever it was can be waited for. Whether that was in the middle of the change that
+        ``process`` makes.
+        """
 
     def ended(self, end: tuple[int, str]) -> None:
         """Whoever made the change has ended, with this status, saying this."""
