@@ -92,7 +92,7 @@ class Acquiring:
         self._record = record
         self._custody = custody
         self._options = record.options
-        self._finding = Finding(record.options, record.progress)
+        self._finding = Finding(record)
 
     # Adopting
 
@@ -237,7 +237,8 @@ class Acquiring:
             require_same_config(whole.config, asked)
             return _Standing("the files were not looked at yet", None)
         log.warning("adopting by the options alone", extra={"reason": reason})
-        require_same_config(whole.config, with_options(whole.config, self._options))
+        asked = with_options(whole.config, self._options, self._record.known_memory)
+        require_same_config(whole.config, asked)
         return _Standing(reason, None)
 
     async def _require_same_content(self, whole: Whole, origin: Origin) -> _Elsewhere:

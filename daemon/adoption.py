@@ -28,6 +28,7 @@ from weightcached.protocol.errors import ConfigurationError, TransferError
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.manifest import MANIFEST_MAX_BYTES, Manifest, ManifestMeta
 from weightcached.protocol.memory import host
+from weightcached.protocol.memory.chosen import Memory
 from weightcached.protocol.memory.kinds import kind_of
 from weightcached.protocol.messages import AccountingCounts
 from weightcached.protocol.quantization import Quantization
@@ -180,7 +181,7 @@ def require_same_config(
     raise ConfigurationError(message, found="; ".join(shown), next_step=next_step)
 
 
-def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
+def with_options(kept: CacheConfig, options: ServeOptions, memory: Memory) -> CacheConfig:
     """The config that the options ask for, as far as it can be told without ``config.json`` and without the engine that
     makes the layout: whatever those decide is as it was. Raises ConfigurationError for the layout of another maker.
     """
@@ -193,7 +194,7 @@ def with_options(kept: CacheConfig, options: ServeOptions) -> CacheConfig:
             "parallel": options.parallel.model_dump(),
             "dtype": options.dtype,
             "quantization": Quantization.named(options.quantization).model_dump(),
-            "memory": options.memory,
+            "memory": memory,
             "device": options.device,
         }
     )

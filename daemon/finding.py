@@ -16,9 +16,8 @@ from weightcached.daemon.digesting import remembered
 from weightcached.daemon.engine_keys import ask_for_key, inputs_of
 from weightcached.daemon.generation import Origin
 from weightcached.daemon.loading import LoadRequest
-from weightcached.daemon.options import ServeOptions
 from weightcached.daemon.patience import in_thread
-from weightcached.daemon.progress import ProgressTracker
+from weightcached.daemon.record import Record
 from weightcached.protocol.config import CacheConfig, build_config, provenance_of
 from weightcached.protocol.engine_key import EngineKey
 from weightcached.protocol.errors import ContractError
@@ -29,11 +28,11 @@ CONFIG_TIMEOUT_S = 1.0
 
 
 class Finding:
-    """For one daemon's ``options``."""
+    """For one daemon, whose memory kind is known by the time that a config is wanted."""
 
-    def __init__(self, options: ServeOptions, progress: ProgressTracker) -> None:
-        self._options = options
-        self._progress = progress
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._options = record.options
 
     async def origin(self) -> Origin:
         """Of what ``--model`` says: the checkpoint's directory. A hub id is resolved in a process of its own, so that
@@ -63,12 +62,12 @@ class Finding:
                 inputs = await in_thread(lambda: inputs_of(options, model_dir))
             if inputs == kept.record.engine_inputs and kept.config.layout == options.engine:
                 return EngineKey.of(options.engine, kept.config.layout_revision, kept.config.engine or {})
-        self._progress.update(f"ask engine {options.engine} for its key"[:200])
+        self._record.progress.update(f"ask engine {options.engine} for its key"[:200])
         return await ask_for_key(options.engine, options, model_dir)
 
     async def config(self, model_dir: Path, engine: EngineKey | None) -> CacheConfig:
         """What the options ask for, of the checkpoint in that directory."""
-        options = self._options
+        options, memory = self._options, self._record.known_memory
         return await in_thread(
             lambda: build_config(
                 model_dir,
@@ -76,7 +75,7 @@ class Finding:
                 dtype=options.dtype,
                 quantization=options.quantization,
                 engine=engine,
-                memory=options.memory,
+                memory=memory,
                 device=options.device,
                 **options.parallel.model_dump(),
             )

@@ -22,6 +22,7 @@ from weightcached.daemon.holding import Holding
 from weightcached.daemon.listen_fds import HandedOver
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.options import ServeOptions
+from weightcached.daemon.patience import in_thread
 from weightcached.daemon.progress import Changes, ProgressTracker, display_for
 from weightcached.daemon.proof import ProvenReceipts
 from weightcached.daemon.publishing import Publishing
@@ -34,6 +35,7 @@ from weightcached.daemon.stopping import STOP_SIGNALS, stop_signals
 from weightcached.daemon.updates import Updates
 from weightcached.daemon.vault import NotifyVault, NoVault, Vault
 from weightcached.protocol.errors import InternalError, WeightCacheError
+from weightcached.protocol.memory.chosen import kind_on
 from weightcached.protocol.messages import Event, Release, Released
 from weightcached.protocol.processes import age_s
 
@@ -219,6 +221,7 @@ class Keeper:
         states, and for errors of ours while adopting: those are counted by whoever starts us again.
         """
         record = self._record
+        await self._choose_memory()
         acquiring = Acquiring(record, custody)
         if adopted := await acquiring.adopt():
             record.adoption_seconds = age_s()
@@ -233,6 +236,13 @@ class Keeper:
         if record.published is not None:
             updates.begin()
         await self._signs.settled()
+
+    async def _choose_memory(self) -> None:
+        """Whatever the driver says, or does not: what is kept is adopted, and a load says what it lacks."""
+        record, options = self._record, self._record.options
+        home = await in_thread(lambda: kind_on(options.device, options.memory))
+        record.memory = home.memory
+        log.info("memory kind", extra={"memory": home.memory, "device": home.device, "reason": home.reason})
 
     async def _load(self, acquiring: Acquiring, custody: Custody, publishing: Publishing) -> None:
         try:

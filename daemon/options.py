@@ -16,7 +16,7 @@ from weightcached.protocol.command_line import Parser, positive_seconds, seconds
 from weightcached.protocol.config import Parallel
 from weightcached.protocol.errors import InvalidOption
 from weightcached.protocol.filesystems import checked_name
-from weightcached.protocol.memory.chosen import Memory, chosen
+from weightcached.protocol.memory.chosen import Memory, device_named
 from weightcached.protocol.peers import AllowList
 from weightcached.protocol.place_options import NAME_OF_ONE, add_place_arguments, allow_list
 from weightcached.protocol.places import DEFAULT_NAME, Place, runtime_directory
@@ -44,8 +44,8 @@ class ServeOptions:
     engine_arguments: tuple[str, ...]
     dtype: str
     quantization: str
-    memory: Memory
-    memory_reason: str
+    memory: Memory | None
+    """None: the device's own kind, which the driver says once the place is bound."""
     device: str
     place: Place
     allowed: AllowList
@@ -170,8 +170,7 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_serve(argv: list[str]) -> ServeOptions:
     """The options of ``weightcached serve``. Exits with usage on bad syntax; raises InvalidOption or InvalidPlace, and
-    DeviceAbsent for a GPU that is not seen. A GPU's driver is asked here unless its whole UUID and a memory kind are
-    given.
+    DeviceAbsent for a GPU that is not seen. A GPU's driver is asked here for its UUID, unless that is given whole.
     """
     parser = Parser(
         prog="weightcached serve",
@@ -197,7 +196,7 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         raise InvalidOption("--model is empty", expected="a checkpoint directory, or a hub id", found="no text")
     ranks = {kind: getattr(given, f"{kind}_rank") for kind in KINDS}
     parallel = rank_of(sizes(given), ranks, placement=given.expert_placement, spelling="--{}-{}")
-    home = chosen(given.device, given.memory)
+    device = device_named(given.device, given.memory)
     return ServeOptions(
         model=given.model,
         parallel=parallel,
@@ -206,13 +205,12 @@ def serve_options(given: argparse.Namespace) -> ServeOptions:
         engine_arguments=given.engine_arguments,
         dtype=given.dtype,
         quantization=given.quantization,
-        memory=home.memory,
-        memory_reason=home.reason,
-        device=home.device,
+        memory=given.memory,
+        device=device,
         place=Place(
             runtime_directory(given.runtime_dir),
             given.name or DEFAULT_NAME,
-            device_of(parallel, home.device),
+            device_of(parallel, device),
         ),
         allowed=allow_list(given),
         cache_dir=Path(given.cache_dir) if given.cache_dir is not None else None,

@@ -24,7 +24,8 @@ from weightcached.daemon.quota import Quota
 from weightcached.daemon.states import State, StateMachine
 from weightcached.protocol.aio import AsyncChannel
 from weightcached.protocol.config import CacheConfig
-from weightcached.protocol.errors import WeightCacheError
+from weightcached.protocol.errors import InternalError, WeightCacheError
+from weightcached.protocol.memory.chosen import Memory
 from weightcached.protocol.messages import Message, Release, Released, Stage
 
 
@@ -63,8 +64,8 @@ Tell = Callable[[Message, Sequence[int]], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Record:
-    """``config`` and ``published`` are ``None`` until they are known; ``last_error`` is the last that kept us from
-    serving what was asked for. Why a change failed is the change's own, and told to whoever began it.
+    """``memory``, ``config`` and ``published`` are ``None`` until they are known; ``last_error`` is the last that kept
+    us from serving what was asked for. Why a change failed is the change's own, and told to whoever began it.
     """
 
     options: ServeOptions
@@ -95,12 +96,20 @@ class Record:
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     """Says "same run of the keeper"."""
     started_s: float = field(default_factory=time.monotonic)
+    memory: Memory | None = None
     config: CacheConfig | None = None
     last_error: WeightCacheError | None = None
     events: Events = field(init=False)
 
     def __post_init__(self) -> None:
         self.events = Events(self)
+
+    @property
+    def known_memory(self) -> Memory:
+        """For whoever comes after it was chosen."""
+        if self.memory is None:
+            raise InternalError("the memory kind is wanted before it is known")
+        return self.memory
 
     @property
     def published(self) -> Published | None:

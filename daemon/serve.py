@@ -41,10 +41,6 @@ def main(argv: list[str]) -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
     logs.configure(format_name=options.log_format, level=options.log_level, place=str(options.place))
-    log.info(
-        "memory kind",
-        extra={"memory": options.memory, "device": options.device, "reason": options.memory_reason},
-    )
     try:
         options = _within_descriptors(options)
         handed = take_handed_over()

@@ -37,7 +37,7 @@ def report(record: Record) -> Report:
         tp_size=options.parallel.tp_size,
         dtype=options.dtype,
         quantization=options.quantization,
-        memory=record.options.memory,
+        memory=record.memory or "unknown",
         state=record.state.value,
         stage=progress.stage,
         bytes_done=progress.bytes_done,

@@ -43,7 +43,7 @@ class Updates:
         self._holding = holding
         self._freeing = Freeing(record, custody)
         changes = ChangeCustody(custody)
-        making = Making(record, changes, self._freeing, Finding(options, record.progress))
+        making = Making(record, changes, self._freeing, Finding(record))
         self.changing = Changing(record, changes, publishing, self._freeing, making, self._give_up)
         leads = rank_info(options.place.name, options.parallel).is_leader
         self._following = None if leads else Following(options.place, self.changing, _ask)

@@ -38,8 +38,9 @@ ROOMS = 4
 
 
 COMPUTING_NBYTES = 3 * SLABS_NBYTES
-"""What a device that computes holds beside its segments, at most and by default: for all slabs that are worked on at a
-time their values, the same as float32, and what arithmetic takes in passing. Matrices that are never cut are more."""
+"""What a device that computes holds of ours beside its segments, at most and by default: for all slabs that are worked
+on at a time their values, and the same as float32. Matrices that are never cut are more. What arithmetic takes in
+passing torch's allocator takes from the driver, in pieces of its own sizes, and apart for each thread's stream."""
 
 
 class Span(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcached.protocol.command_line import whole_number
 from weightcached.protocol.errors import DaemonAbsent, InvalidOption
-from weightcached.protocol.memory.chosen import CPU, chosen
+from weightcached.protocol.memory.chosen import CPU, device_named
 from weightcached.protocol.places import DEFAULT_NAME, Place, places_in
 from weightcached.protocol.ranks import KINDS, device_of, every_rank
 from weightcached.protocol.shard_options import add_device_argument, device_of_rank
@@ -47,7 +47,7 @@ def named_places(given: argparse.Namespace, runtime_dir: Path) -> list[Place] | 
         raise InvalidOption("there is no such rank", found=", ".join(f"--{kind}-rank {n}" for kind, n in only.items()))
     places = {}
     for number, rank in named.items():
-        device = chosen(device_of_rank(given.device or CPU, number, len(every))).device
+        device = device_named(device_of_rank(given.device or CPU, number, len(every)))
         places[number] = Place(runtime_dir, given.name or DEFAULT_NAME, device_of(rank, device))
     require_apart(places)
     return list(places.values())

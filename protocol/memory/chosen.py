@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InvalidOption
+from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InsufficientMemory, InvalidOption
 
 Memory = Literal["host", "cuda-vmm", "cuda-ipc"]
 
@@ -41,13 +41,16 @@ HOST = Chosen("host", CPU)
 
 
 def chosen(device: str, memory: str | None = None) -> Chosen:
-    """What these options mean. Without ``memory`` it is the device's own kind: of a GPU ``cuda-vmm``, and ``cuda-ipc``
-    where the device or its driver says that it cannot do that. Both sides ask the same device, so they agree.
+    """What these options mean: :func:`device_named`, and of that :func:`kind_on`. Raises what they raise."""
+    return kind_on(device_named(device, memory), memory)
 
-    A whole UUID is believed where the driver does not answer, and found out about when the device is used: kept weights
-    are adopted, and places named, without one. Anything less asks the driver, and so does a UUID without ``memory``:
-    that imports ``cuda-bindings`` and initialises the driver, in a daemon before it binds, since its place has the
-    UUID. Raises InvalidOption, and DeviceAbsent for a GPU that this process does not see.
+
+def device_named(device: str, memory: str | None = None) -> str:
+    """The device that these options are about, as :class:`Chosen` has it, and whether the two go together.
+
+    A whole UUID is believed, and found out about when the device is used: places are named, and kept weights adopted,
+    without a driver. Anything less asks the driver, which imports ``cuda-bindings`` and initialises it. Raises
+    InvalidOption, and DeviceAbsent for a GPU that this process does not see.
     """
     word, _, which = device.partition(":")
     if device != CPU and word != "cuda":
@@ -55,24 +58,30 @@ def chosen(device: str, memory: str | None = None) -> Chosen:
     if memory is not None and (memory not in get_args(Memory) or (memory == "host") != (device == CPU)):
         expected = "host" if device == CPU else ", ".join(one for one in get_args(Memory) if one != "host")
         raise InvalidOption(f"unusable memory kind on {device}", expected=expected, found=memory)
+    return CPU if device == CPU else GPU_PREFIX + _uuid(which if ":" in device else None)
+
+
+def kind_on(device: str, memory: str | None = None) -> Chosen:
+    """The kind of memory on ``device``, which :func:`device_named` gave. Without ``memory`` it is the device's own: of
+    a GPU ``cuda-vmm``, and ``cuda-ipc`` where the device or its driver says that it cannot do that. Both sides ask the
+    same device, so they agree. Where the driver does not answer it is ``cuda-vmm``, with the driver's reason: whoever
+    uses the device meets that again, and fails by it.
+
+    Blocks for as long as the driver takes; asks none where ``memory`` says the kind.
+    """
     if device == CPU:
         return HOST
-    uuid = _uuid(which if ":" in device else None)
     if memory is not None:
-        return Chosen(memory, GPU_PREFIX + uuid, "it was asked for")  # type: ignore[arg-type]  # checked
+        return Chosen(memory, device, "it was asked for")  # type: ignore[arg-type]  # checked
     from weightcached.protocol.memory.cuda import devices
 
     try:
-        obstacle = devices.why_no_descriptors(devices.find(uuid))
-    except (DeviceAbsent, DeviceFailed) as error:
-        if _WHOLE_UUID.fullmatch(which) is None:
-            raise
-        return Chosen(
-            "cuda-vmm", GPU_PREFIX + uuid, f"the driver cannot be asked yet whether the GPU can do it: {error}"
-        )
+        obstacle = devices.why_no_descriptors(devices.find(device.removeprefix(GPU_PREFIX)))
+    except (DeviceAbsent, DeviceFailed, InsufficientMemory) as error:
+        return Chosen("cuda-vmm", device, f"the driver cannot be asked yet whether the GPU can do it: {error}")
     if obstacle is None:
-        return Chosen("cuda-vmm", GPU_PREFIX + uuid)
-    return Chosen("cuda-ipc", GPU_PREFIX + uuid, obstacle)
+        return Chosen("cuda-vmm", device)
+    return Chosen("cuda-ipc", device, obstacle)
 
 
 def _uuid(which: str | None) -> str:

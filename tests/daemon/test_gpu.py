@@ -495,9 +495,9 @@ def test_the_keepers_way_to_a_gpu_imports_neither_torch_nor_numpy(fake_cuda: Fak
 
 @pytest.mark.parametrize(
     ("options", "bound_first"),
-    [("--device cuda:{} --memory cuda-vmm", True), ("--device cuda:{}", False), ("--device cuda", False)],
+    [("--device cuda:{} --memory cuda-vmm", True), ("--device cuda:{}", True), ("--device cuda", False)],
 )
-def test_the_driver_waits_for_the_socket_where_uuid_and_kind_are_given_and_else_names_it(
+def test_the_driver_waits_for_the_socket_where_the_uuid_is_given_and_else_names_it(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path, options: str, bound_first: bool
 ) -> None:
     """Python says what it imports, in the order of the log. (What the worker says there, the log quotes.)"""
@@ -514,6 +514,53 @@ def test_the_driver_waits_for_the_socket_where_uuid_and_kind_are_given_and_else_
     imported = [number for number, line in enumerate(lines) if line.startswith("import time:") and " cuda." in line]
     assert {listening < number for number in imported} == {bound_first}
     assert not {"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"} & set(fake_cuda.calls(served.pid))
+
+
+def test_a_driver_that_does_not_answer_keeps_nobody_from_the_socket(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path
+) -> None:
+    """Which kind of memory it is has yet to be said by the driver; engines wait, and a daemon that is to stop does."""
+    [device] = fake_cuda.devices
+
+    def started() -> Daemon:
+        served = start(model, runtime_dir, "--device", f"cuda:{device.uuid}", environment=fake_cuda.environment)
+        served.place = place_of(device, runtime_dir)
+        eventually(lambda: "cuInit" in fake_cuda.calls(served.pid))
+        report = served.report()
+        assert (report.state, report.memory) == ("starting", "unknown")
+        return served
+
+    with fake_cuda.held("cuInit"):
+        assert started().stop() == 0
+        served = started()
+    try:
+        assert served.wait_until("ready").memory == "cuda-vmm"
+    finally:
+        served.stop()
+
+
+@pytest.mark.parametrize("lacks", ["the driver", "the device"])
+def test_engines_are_told_that_a_gpu_called_by_its_uuid_is_not_there(
+    fake_cuda: FakeCuda, model: Path, runtime_dir: Path, lacks: str
+) -> None:
+    [device] = fake_cuda.devices
+    if lacks == "the driver":
+        fake_cuda.fail(("cuInit", "*", UNKNOWN))
+    else:
+        fake_cuda.plug(FakeDevice())
+    served = start(model, runtime_dir, "--device", f"cuda:{device.uuid}", environment=fake_cuda.environment)
+    served.place = place_of(device, runtime_dir)
+    try:
+        served.wait_until("failed")
+        assert "cannot be asked yet" in served.wait_logged("memory kind", memory="cuda-vmm")["reason"]
+        with gpu_engine(
+            fake_cuda, model, runtime_dir, device=f"cuda:{device.uuid}", memory="cuda-vmm", mode="require"
+        ) as engine:
+            error = engine.error()
+            assert error["code"] == "daemon_failed"
+            assert ("cuInit failed" if lacks == "the driver" else "does not see the device") in str(error)
+    finally:
+        assert served.stop() == 0
 
 
 def test_without_a_daemon_the_disk_fills_memory_of_the_engines_own(

@@ -7,7 +7,9 @@ memory is swept; engines are to have stopped before.
 from __future__ import annotations
 
 import os
+import select
 import signal
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory.cuda import physical
 from weightcached.protocol.testing import TensorBytes, honest_grant, sealed_memory
 
-BOUND_S = 10.0
-"""Ten times what the docs say (protocol/memory/README.md): a busy machine is not a bug. The benchmark measures."""
+BOUND_S = 1.0
+"""What the docs say (protocol/memory/README.md)."""
+DEATHS = 7
 
 
 def holder_of(fake: FakeCuda) -> int:
@@ -42,11 +45,14 @@ def holder_of(fake: FakeCuda) -> int:
 
 def killed(pid: int, engines: tuple[GpuEngine, ...]) -> float:
     """Seconds from SIGKILL of ``pid`` until all ``engines`` have ended, each as one whose weights are gone."""
-    started_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    for engine in engines:
-        assert engine.process.wait(20) == HOLDER_LOST_EXIT
-    return time.monotonic() - started_s
+    with OwnedFds([os.pidfd_open(engine.pid) for engine in engines]) as ends:
+        started_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        for end in ends:
+            assert select.select([end], [], [], 60)[0]
+        seconds = time.monotonic() - started_s
+    assert {engine.process.wait() for engine in engines} == {HOLDER_LOST_EXIT}
+    return seconds
 
 
 def test_engines_get_the_checkpoint_bit_for_bit_and_only_holder_and_engines_have_a_context(
@@ -104,9 +110,24 @@ def test_of_two_engines_one_leaves_the_other_one_is_killed_and_a_third_reads_rig
     assert fake_cuda.leaks() == {}
 
 
-def test_a_killed_holder_stops_its_engines_and_its_daemon_within_the_bound(
+def test_engines_end_within_the_bound_whoever_dies_however_often(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path
 ) -> None:
+    """The holder and its keeper in turn; ``make bench BENCH_ARGS=holder`` has more kills, and engines that compute."""
+    seconds = []
+    with gpu_daemon(fake_cuda, model, runtime_dir, *IPC, supervised=True) as served:
+        served.wait_until("ready")
+        for number in range(DEATHS):
+            with gpu_engine(fake_cuda, model, runtime_dir, **IPC_ENGINE) as engine:
+                engine.answer()
+                seen = len(served.log.lines)
+                seconds.append(killed(served.report().pid if number % 2 else holder_of(fake_cuda), (engine,)))
+            served.wait_ready_again(seen)
+    found = f"median {1000 * statistics.median(seconds):.0f} ms, longest {1000 * max(seconds):.0f} ms of {DEATHS} kills"
+    assert max(seconds) < BOUND_S, f"{found}; stated: {1000 * BOUND_S:.0f} ms"
+
+
+def test_a_killed_holder_stops_its_engines_and_its_daemon(fake_cuda: FakeCuda, model: Path, runtime_dir: Path) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, *IPC) as served:
         served.wait_until("ready")
         with (
@@ -115,21 +136,21 @@ def test_a_killed_holder_stops_its_engines_and_its_daemon_within_the_bound(
         ):
             one.answer()
             other.answer()
-            assert killed(holder_of(fake_cuda), (one, other)) < BOUND_S
+            killed(holder_of(fake_cuda), (one, other))
         assert served.process.wait(60) == 1
         assert any("holder_died" in line for line in served.log.lines)
         assert fake_cuda.memory() == []
         assert not served.place.socket_path.exists()  # no weights are cached here, and nobody is to start another
 
 
-def test_a_killed_keeper_takes_the_holder_along_and_stops_its_engines_within_the_bound(
+def test_a_killed_keeper_takes_the_holder_along_and_stops_its_engines(
     fake_cuda: FakeCuda, model: Path, runtime_dir: Path
 ) -> None:
     with gpu_daemon(fake_cuda, model, runtime_dir, *IPC) as served:
         served.wait_until("ready")
         with gpu_engine(fake_cuda, model, runtime_dir, **IPC_ENGINE) as engine:
             engine.answer()
-            assert killed(served.pid, (engine,)) < BOUND_S
+            killed(served.pid, (engine,))
         assert fake_cuda.memory() == []
         served.process.wait()
 
@@ -181,7 +202,7 @@ def test_a_tensor_alone_is_watched_for_and_nothing_is_when_it_is_gone(
                 engine.ask("close_but_a_tensor")
             assert drops.ask("drop_the_tensor") == ["MainThread"]
             assert sorted(fake_cuda.contexts()) == sorted([holder_of(fake_cuda), keeps.pid])
-            assert killed(holder_of(fake_cuda), (keeps,)) < BOUND_S
+            killed(holder_of(fake_cuda), (keeps,))
             assert drops.ask("loaded_modules")
         assert served.process.wait(60) == 1
 
@@ -285,7 +306,7 @@ def test_a_shard_in_several_segments_has_a_card_for_each(
             assert engine.answer()["resident_bytes"] == report.resident_nbytes
             assert engine.ask("digests") != expected
             assert engine.ask("differing") == []
-            assert killed(segments[0].pid, (engine,)) < BOUND_S
+            killed(segments[0].pid, (engine,))
         assert served.process.wait(60) == 1
     with gpu_engine(fake_cuda, large, runtime_dir, environment=limit, **IPC_ENGINE) as engine:
         assert engine.answer()["source"] == "disk"

@@ -143,6 +143,17 @@ static int is_lost(const char *call, long nth) {
 
 int state_without_device(void) { return without_device; }
 
+/* Nobody waits but for a call that the file `held` names, and that as long as whoever has named it locks the file. */
+static void wait_while_held(const char *call) {
+    char path[PATH_NBYTES], name[64];
+    if (text_of("held", name, sizeof name) || strcmp(name, call) || state_path(path, "held"))
+        return;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0)
+        flock(fd, LOCK_SH);
+    close(fd);
+}
+
 int state_fails(const char *call, int lost) {
     char path[PATH_NBYTES], rules[2048];
     long nth = count(call);
@@ -153,6 +164,7 @@ int state_fails(const char *call, int lost) {
             abort(); /* a full disk must not look like a call that was not made */
         close(fd);
     }
+    wait_while_held(call);
     if (is_lost(call, nth))
         return lost;
     const char *own = getenv("FAKECUDA_FAIL");

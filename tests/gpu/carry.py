@@ -1,10 +1,10 @@
 """Fetches what a machine with a GPU may lack into tests/gpu/wheelhouse/, where there is a network.
 
     python tests/gpu/carry.py                                  # what the checkout has there, anew: remove the old first
-    python tests/gpu/carry.py --python-version 3.14 --platform manylinux_2_28_x86_64 'msgpack>=1.2.4'
+    python tests/gpu/carry.py --python-version 3.14 --platform manylinux_2_28_x86_64 uvloop
 
-The options are pip's, for another machine than this; and what else to fetch, by name. ``check.py``, which finds it
-there, says what it lacks. Take the whole checkout along, with that folder in it.
+The options are pip's, for another machine than this; and what else to fetch, by name. What those need comes
+along. ``check.py``, which finds it there, says what it lacks. Take the whole checkout along, with that folder in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 def fetched(options: list[str]) -> int:
     """pip's status."""
-    download = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--no-deps", f"--dest={WHEELHOUSE}"]
+    download = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", f"--dest={WHEELHOUSE}"]
     return subprocess.run([*download, *options, *CARRIED.values()]).returncode
 
 

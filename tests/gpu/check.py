@@ -25,17 +25,19 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELHOUSE = ROOT / "tests" / "gpu" / "wheelhouse"
 CARRIED = {
     "blake3": "blake3",
+    "msgpack": "msgpack",
+    "pydantic": "pydantic",
     "pythonjsonlogger": "python-json-logger",
     "tqdm": "tqdm",
     "xxhash": "xxhash",
 }
-"""Module → package: what such a machine may lack. Their wheels are part of the checkout."""
+"""Module → package: what such a machine may lack, or have too old. Their wheels are part of the checkout, with those
+of what they need themselves.
+"""
 EXPECTED = {
     "cuda.bindings": "cuda-bindings",
-    "msgpack": "msgpack",
     "numpy": "numpy",
     "prometheus_client": "prometheus-client",
-    "pydantic": "pydantic",
     "safetensors": "safetensors",
     "torch": "torch",
     "uvloop": "uvloop",
@@ -97,13 +99,15 @@ def wheels(package: str) -> list[Path]:
 
 
 def unpacked(packages: list[str], folder: Path) -> bool:
-    """Whether they lie in ``folder`` now. pip knows which wheel is for this machine, and says so where none is."""
-    return of_wheelhouse("install", "--no-compile", f"--target={folder}", *packages)
+    """Whether they lie in ``folder`` now, with what they need: each fits the others, whatever is installed. pip knows
+    which wheel is for this machine, and says so where none is.
+    """
+    return of_wheelhouse("install", "--no-compile", "--no-warn-conflicts", f"--target={folder}", *packages)
 
 
 def of_wheelhouse(command: str, *arguments: str) -> bool:
     """Whether pip could do it with these wheels alone, however this machine's pip is configured."""
-    pip = [sys.executable, "-m", "pip", command, "--isolated", "--quiet", "--no-deps", "--no-index"]
+    pip = [sys.executable, "-m", "pip", command, "--isolated", "--quiet", "--no-index"]
     alone = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
     return not subprocess.run([*pip, f"--find-links={WHEELHOUSE}", *arguments], env=alone).returncode
 

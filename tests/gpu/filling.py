@@ -21,6 +21,7 @@ from weightcached.loader.computing import computing_on
 from weightcached.loader.device import COMPUTING_NBYTES, DeviceSegments, Span
 from weightcached.loader.execute import execute
 from weightcached.loader.gds import probed
+from weightcached.loader.strategy import WAITING_THREADS
 from weightcached.protocol.config import build_config
 from weightcached.protocol.fds import OwnedFds
 from weightcached.protocol.memory import host
@@ -46,6 +47,9 @@ WAYS: tuple[dict[str, object], ...] = (
     {"layout": "fused", "tp_size": 2, "tp_rank": 0, "quantization": "int4=64"},
 )
 """Plain, strided, cast, held until measured, and with several products."""
+PASSING_NBYTES = 2 * MIB * WAITING_THREADS
+"""What torch's allocator takes of a device for fp8's arithmetic: one piece of its smallest size for each thread's
+stream."""
 TARGET_SHARE = 0.8
 HALF_GIB = GIB // 2
 PIECE_NBYTES = 64 * MIB
@@ -135,7 +139,7 @@ def _peak(setting: Setting, directory: Path, computing: Computing) -> str:
                 torch.cuda.empty_cache()
             before = nvml.memory(setting.uuid).used_nbytes
             load(lambda _done, _total: used.append(nvml.memory(setting.uuid).used_nbytes))
-    extra, bound = max(used) - before, COMPUTING_NBYTES + setting.spare_nbytes
+    extra, bound = max(used) - before, COMPUTING_NBYTES + PASSING_NBYTES + setting.spare_nbytes
     figures = f"at most {extra / MIB:.0f} MiB beside the shard (bound {bound / MIB:.0f} MiB)"
     require(extra <= bound, figures)
     return figures

@@ -10,7 +10,7 @@ from tests.support.checkpoints import tiny_llama
 from tests.support.fakecuda import CudaHere, FakeDevice
 from weightcached.protocol.config import CacheConfig, build_config
 from weightcached.protocol.errors import DeviceAbsent, DeviceFailed, InvalidOption
-from weightcached.protocol.memory.chosen import HOST, Chosen, chosen
+from weightcached.protocol.memory.chosen import HOST, Chosen, chosen, device_named
 from weightcached.protocol.memory.cuda_vmm import CudaVmm
 
 SLOW = FakeDevice(uuid="aaaaaaaa-0000-4000-8000-000000000001", speed=1)
@@ -53,6 +53,7 @@ def test_every_spelling_comes_down_to_the_uuid(
 
 def test_a_whole_uuid_and_a_kind_need_no_driver(cuda_here: CudaHere) -> None:
     assert chosen(f"cuda:{SLOW.uuid}", "cuda-ipc") == Chosen("cuda-ipc", f"gpu-{SLOW.uuid}")
+    assert device_named(f"cuda:GPU-{SLOW.uuid}") == f"gpu-{SLOW.uuid}"
     assert cuda_here.fake.calls() == []
 
 

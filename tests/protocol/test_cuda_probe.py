@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.support.eventually import eventually
 from weightcached.protocol.memory.cuda import devices, physical
 
 PROBE = Path(__file__).parents[1] / "gpu" / "probe.py"
 
 
-def probe(fake_cuda) -> subprocess.CompletedProcess[str]:
+def probe(fake_cuda, *, spare_nbytes: int = 0) -> subprocess.CompletedProcess[str]:
     """With as little memory as the fake device has, and without waiting for what does not come."""
-    small = {"PROBE_NBYTES": str(8 << 20), "PROBE_SPARE_NBYTES": "0", "PROBE_SETTLING_S": "1"}
+    small = {"PROBE_NBYTES": str(8 << 20), "PROBE_SPARE_NBYTES": str(spare_nbytes), "PROBE_SETTLING_S": "1"}
     environment = {**os.environ, **fake_cuda.environment, **small}
     command = [sys.executable, str(PROBE)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -66,6 +68,21 @@ def test_what_was_used_before_counts_for_neither(fake_cuda, cuda_here):
         result = probe(fake_cuda)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 MiB used before A, 10 after" in result.stdout
+
+
+def test_what_the_driver_gives_back_meanwhile_is_no_memory_of_ours(fake_cuda, cuda_here):
+    """As little of it as a driver may keep for itself."""
+    device = devices.find(None)
+    before = physical.allocate(physical.granularity(device), device=device)
+    with ThreadPoolExecutor() as pool:
+        with fake_cuda.held("cuMemCreate"):
+            made = fake_cuda.calls().count("cuMemCreate")
+            running = pool.submit(probe, fake_cuda, spare_nbytes=2 << 20)
+            eventually(lambda: fake_cuda.calls().count("cuMemCreate") > made)
+            before.close()
+        result = running.result()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 MiB used before A, 8 after" in result.stdout
 
 
 def test_it_fails_where_no_memory_is_made(fake_cuda):

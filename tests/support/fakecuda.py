@@ -115,6 +115,19 @@ class FakeCuda:
         (self.directory / "fail.new").write_text("".join(f"{name} {nth} {result}\n" for name, nth, result in rules))
         (self.directory / "fail.new").rename(self.directory / "fail")
 
+    @contextmanager
+    def held(self, call: str) -> Iterator[None]:
+        """The call does not return, in any process, before the block is left; it is in :meth:`calls` by then."""
+        with (self.directory / "held.new").open("w") as file:
+            file.write(call)
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (self.directory / "held.new").rename(self.directory / "held")
+            try:
+                yield
+            finally:
+                (self.directory / "held").unlink()
+
     def lose(self, call: str, nth: int | str = "*") -> None:
         """When a process makes this call (for the ``nth`` time) the devices are gone: that call fails, and from then on
         every call of every process. Who has met that stays without a device, also when they are :meth:`found`.
