@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcached.client.control.coordinator import GONE, Coordinator, Step, Told, held, nobody, reports_of
-from weightcached.client.control.course import LEADER, Course, Failure, Phase, begin, end
+from weightcached.client.control.coordinator import Coordinator, Step, Told, held, nobody, reports_of
+from weightcached.client.control.course import Course, Failure, Phase, begin, end
 from weightcached.client.control.group import Group, Member, Where
 from weightcached.client.control.holding import held_by_all
 from weightcached.client.options import checked_flags, checked_text, is_whole_number
@@ -172,7 +172,7 @@ async def change(
             break
         again = False
     if course.outcome is None or not (course.outcome.is_commit or course.unchanged):
-        raise _error(group, course.failure, left=_may_be_open(course))
+        raise _error(group, course.failure, left=course.opened and course.outcome is None)
     if not course.outcome.is_commit:
         everyone = tuple(one.word for one in group.members)
         return Changed(transaction, before, before, everyone, (), time.monotonic() - started_s, already=True)
@@ -217,13 +217,6 @@ async def _whole(where: Where, *, wait: bool, told: Told) -> Group:
 def _was_late(course: Course) -> bool:
     """Another is in the way, after we had found none: ours never was opened, and nobody has begun it."""
     return not course.opened and course.failure is not None and course.failure.code == UpdateConflict.code
-
-
-def _may_be_open(course: Course) -> bool:
-    """Rank 0 has opened it, and has not confirmed that it is given up; nor has it ended, which gives it up as well."""
-    failure = course.failure
-    ended = failure is not None and failure.rank == LEADER and failure.code in GONE
-    return course.opened and course.outcome is None and not ended
 
 
 def _differed(group: Group) -> tuple[tuple[str, str], ...]:

@@ -70,7 +70,7 @@ GIVING_UP_S = 4.0
 _PAUSE_S = 0.1
 
 _MAY_COME_BACK = (DaemonUnreachable, DaemonNotReady)
-GONE = (DaemonAbsent.code, DaemonDraining.code)
+_GONE = (DaemonAbsent.code, DaemonDraining.code)
 """Of errors of a rank that is not expected to come back."""
 _BEGINNING = (Verb.DESCRIBE, Verb.OPEN, Verb.PREPARE, Verb.AWAIT)
 
@@ -172,7 +172,7 @@ class Coordinator:
         """Nothing will change any more: what is left is to have it written down, for which a rank that has ended is not
         waited for as long as one that may be back.
         """
-        gone = course.failure is not None and course.failure.code in GONE
+        gone = course.failure is not None and course.failure.code in _GONE
         soon = Deadline.after(GIVING_UP_S)
         latest = soon if gone else Deadline(max(soon.at_s, self._deadline.at_s)).within(DECIDING_S)
         self._latest = Deadline(min(self._latest.at_s, latest.at_s))
