@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcached.client.control.coordinator import Coordinator, Step, Told, held, nobody, reports_of
-from weightcached.client.control.course import Course, Failure, Phase, begin, end
+from weightcached.client.control.course import LEADER, Course, Failure, Phase, begin, end
 from weightcached.client.control.group import Group, Member, Where
 from weightcached.client.control.holding import held_by_all
 from weightcached.client.options import checked_flags, checked_text, is_whole_number
 from weightcached.protocol.control import GENERATIONS_MAX, FromCheckpoint, Source
 from weightcached.protocol.errors import (
     ERRORS_BY_CODE,
+    DaemonAbsent,
     DaemonNotReady,
     DaemonUnreachable,
     DecisionUnknown,
@@ -296,7 +297,7 @@ async def _ended(where: Where, group: Group, *, force: bool, commits: bool, told
 
 def _error(group: Group, failure: Failure | None, *, left: bool = False) -> WeightCacheError:
     """Why nothing changed, as the error that the rank gave, with its name. ``left``: rank 0 did not confirm that the
-    change is given up.
+    change is given up; where its place is gone, so is its record, and nothing is open there.
     """
     if failure is None:
         return UpdateConflict("the change was not committed", where=group.where)
@@ -314,6 +315,7 @@ def _error(group: Group, failure: Failure | None, *, left: bool = False) -> Weig
         "ranks_disagree": f"`weightcached generations{named}` shows what each has; --align makes them one all the same",
         "daemon_not_ready": f"`weightcached status{named}` shows what the ranks do; --wait, or allow more time",
     }
+    left = left and (failure.rank, kind) != (LEADER, DaemonAbsent)
     open_still = f" (it may still be open at rank 0: `weightcached update --resolve{named}` ends it)" if left else ""
     # The reason may end with a place and a step of its own: what is added to it comes before.
     message = f"the weights of {group.where} were not changed{who}{open_still}: {failure.why}"

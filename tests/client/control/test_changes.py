@@ -891,8 +891,10 @@ def test_a_rank_that_is_released_ends_the_change_and_is_named(
         channel = ranks[released].connect()
         assert isinstance(ask(channel, Release()), Released)
         channel.close()
-        with pytest.raises((DaemonDraining, DaemonAbsent), match=rf"not changed on rank tp{released}of2: "):
+        with pytest.raises((DaemonDraining, DaemonAbsent), match=rf"not changed on rank tp{released}of2[: ]") as raised:
             changing.result(TIMEOUT_S)
+        may_be_open = released == 0 and raised.type is DaemonDraining  # who only drains may come back with its record
+        assert may_be_open or "still be open" not in str(raised.value)
         assert time.monotonic() - began_s < 15
         assert versions([ranks[1 - released]]) == [other]
 
