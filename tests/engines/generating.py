@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engines.engine import Engine
+import psutil
+import pytest
+
+from tests.engines.engine import Engine, EngineError
 from tests.support import daemons
 
 KV_CACHE_NBYTES = 64 << 20
@@ -37,6 +41,13 @@ def with_cache(
     }
 
 
+def share_of_memory(nbytes: int) -> float:
+    """As ``gpu_memory_utilization``: on a CPU vLLM takes that of the memory of the first processor's node."""
+    node = Path("/sys/devices/system/node/node0/meminfo")
+    found = re.search(r"MemTotal: *(\d+) kB", node.read_text()) if node.exists() else None
+    return nbytes / (psutil.virtual_memory().total if found is None else int(found[1]) << 10)
+
+
 def started(engine: Engine, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Start an engine; what each of its workers says of itself. Raises EngineError."""
     return engine.ask(do="start", **arguments)["workers"]
@@ -58,6 +69,17 @@ def said_by(engine: Engine, arguments: Mapping[str, Any]) -> tuple[list[dict[str
     tokens = said(engine)
     ended(engine)
     return workers, tokens
+
+
+def said_without_cache(engine: Engine, model: Path) -> list[list[int]]:
+    """What it says with vLLM's own loader. Skips where vLLM itself has no kernel for such weights on this processor."""
+    try:
+        return said_by(engine, of_vllm(model))[1]
+    except EngineError as error:
+        reason = str(error).strip().splitlines()[-1]
+        if "'_C' object has no attribute" in reason:
+            pytest.skip(f"vLLM has no kernel for it on this processor: {reason}")
+        raise
 
 
 @contextmanager

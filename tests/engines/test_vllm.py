@@ -19,7 +19,7 @@ from tests.engines.cases.dense import LLAMA, stored_as
 from tests.engines.cases.experts import CASES as EXPERTS
 from tests.engines.conftest import GENERATING
 from tests.engines.engine import EngineError
-from tests.engines.generating import ended, of_vllm, said, said_by, serving, started, with_cache
+from tests.engines.generating import ended, of_vllm, said, said_by, serving, share_of_memory, started, with_cache
 from weightcached.protocol.places import Place
 
 CASES = {case.name: case for case in (*DENSE, *EXPERTS)}
@@ -61,9 +61,9 @@ def test_an_engine_says_what_it_says_with_its_own_loader_from_memory_that_is_not
 
 def test_its_caches_are_sized_with_the_weights_counted(generator, checkpoint, tmp_path):
     """vLLM gives its KV cache what a worker does not have resident, and asks the loader what lies elsewhere."""
-    model = checkpoint(ONE)
+    model, share = checkpoint(ONE), share_of_memory(2 << 30)
     with serving(model, tmp_path / "run") as (daemon,):
-        arguments = with_cache(model, tmp_path / "run", kv_cache_memory_bytes=None, gpu_memory_utilization=0.05)
+        arguments = with_cache(model, tmp_path / "run", kv_cache_memory_bytes=None, gpu_memory_utilization=share)
         (worker,) = started(generator, arguments)
         ended(generator)
         assert worker["resident_nbytes"] >= daemon.report().resident_nbytes > 0

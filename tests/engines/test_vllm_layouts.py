@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.cases import CASES
 from tests.engines.engine import PYTHON, EngineError
-from tests.engines.generating import of_vllm, said_by, started, with_cache
+from tests.engines.generating import of_vllm, said_by, said_without_cache, started, with_cache
 from tests.support import daemons
 
 pytestmark = pytest.mark.timeout(600)  # a daemon's vLLM is imported twice: for the key, and in the worker
@@ -55,7 +55,7 @@ def test_post_processed_weights_are_shared_experts_and_all(generator, checkpoint
 
 def test_weights_of_before_are_post_processed_by_the_engine(generator, checkpoint, serve):
     model = checkpoint(STORED["llama-awq"])
-    _, expected = said_by(generator, of_vllm(model))
+    expected = said_without_cache(generator, model)
     runtime_dir = serve(model, "before")
     (worker,), tokens = said_by(generator, with_cache(model, runtime_dir, options={"layout": "vllm"}))
     assert tokens == expected
