@@ -31,7 +31,7 @@ class Events:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._sequence = 0
-        self._stage = ""
+        self._stage, self._bytes_done = "", 0
         self._progress_s = 0.0
         self.describe: Callable[[], RankState] | None = None
         """Everything about this rank, for events that carry it."""
@@ -50,11 +50,13 @@ class Events:
         return self._event("snapshot", **_of_progress(progress))
 
     def progress(self, loading: Loading) -> None:
-        """The load has come so far: said when a stage begins, and now and then within it."""
+        """The load has come so far: said when a stage begins, and now and then within it as bytes are done."""
         now_s = time.monotonic()
-        if loading.stage == self._stage and now_s - self._progress_s < PROGRESS_INTERVAL_S:
+        if loading.stage == self._stage and (
+            loading.bytes_done == self._bytes_done or now_s - self._progress_s < PROGRESS_INTERVAL_S
+        ):
             return
-        self._stage, self._progress_s = loading.stage, now_s
+        self._stage, self._bytes_done, self._progress_s = loading.stage, loading.bytes_done, now_s
         self.say("progress", **_of_progress(loading))
 
     def lease(self, kind: Literal["lease_opened", "lease_closed"], lease: Lease) -> None:

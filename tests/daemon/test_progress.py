@@ -3,10 +3,14 @@
 import asyncio
 import io
 import logging
+from typing import Any, cast
 
 import pytest
 
+from weightcached.daemon.events import Events
 from weightcached.daemon.progress import Bar, Changes, Lines, ProgressTracker
+from weightcached.daemon.record import Record
+from weightcached.protocol.control import EventKind
 from weightcached.protocol.messages import Loading
 
 
@@ -86,3 +90,17 @@ async def test_a_change_wakes_everybody_who_waits_and_nobody_later() -> None:
     changes.announce()
     assert await asyncio.gather(*waiting) == [True] * 3
     assert await changes.wait(0.01) is False
+
+
+def test_an_event_is_a_new_stage_or_more_bytes_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int]] = []
+
+    class Heard(Events):
+        def say(self, kind: EventKind, message: str = "", **fields: Any) -> None:
+            said.append((fields["stage"], fields["bytes_done"]))
+
+    events = Heard(cast(Record, None))
+    monkeypatch.setattr("weightcached.daemon.events.PROGRESS_INTERVAL_S", 0.0)
+    for stage, done in (("read", 0), ("read", 0), ("read", 5), ("read", 5), ("ready", 0), ("ready", 0), ("read", 5)):
+        events.progress(Loading(stage=stage, bytes_done=done, bytes_total=5, bytes_per_s=0.0))
+    assert said == [("read", 0), ("read", 5), ("ready", 0), ("read", 5)]

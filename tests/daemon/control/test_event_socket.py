@@ -129,7 +129,9 @@ def test_nothing_is_missed_while_one_begins_to_listen(claim: Claim, on_loop) -> 
 def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
     claim: Claim, on_loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt."""
+    """A connection's number is a descriptor, which the next one gets again: here between a look and a receipt.
+    Tried again where another thread of ZeroMQ's has just given a lower one back, which it gets then.
+    """
     numbers: list[int] = []
     meanwhile: list[Callable[[], None]] = []
     fillers = OwnedFds()
@@ -167,9 +169,13 @@ def test_who_comes_with_the_number_of_one_that_left_is_not_taken_for_it(
                 await readable((second,), 20)
                 assert now.has_listeners
 
-    with fillers:
-        on_loop(look())
-    assert numbers.count(numbers[0]) == 2, "or nothing was shown"
+    for _ in range(5):
+        numbers.clear()
+        with fillers:
+            on_loop(look())
+        if numbers.count(numbers[0]) == 2:
+            return
+    pytest.fail(f"nothing was shown: the last numbers were {numbers}")
 
 
 def test_a_snapshot_is_for_the_one_who_asked(claim: Claim, on_loop) -> None:
