@@ -115,7 +115,7 @@ async def rollback(
         served = _served(now)
         if taken_back is None or served is None or served.same(taken_back):
             return
-        if source.version == served.version or source.receipts_version == served.receipts_version:
+        if {served.version, served.receipts_version}.intersection(source.versions):
             return
         raise GenerationGone(
             "another change was decided first, and what was to be taken back is not served any more",

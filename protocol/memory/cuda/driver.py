@@ -80,7 +80,7 @@ def _called(name: str, *arguments: object, asked: str) -> tuple[Any, ...]:
     except RuntimeError as error:  # the bindings' own: no libcuda.so.1, or none that has this call
         raise DeviceAbsent(
             f"the CUDA driver has no {name}",
-            expected=f"a driver for {asked}",
+            expected="NVIDIA's driver, new enough to have it",
             found=str(error),
             next_step="install NVIDIA's driver, or a newer one; in a container, run it with the GPU (--gpus)",
         ) from error
