@@ -53,11 +53,12 @@ def test_post_processed_weights_are_shared_experts_and_all(generator, checkpoint
     assert caught.value.code == "config_mismatch"
 
 
-def test_weights_of_before_are_post_processed_by_the_engine(generator, checkpoint, serve):
-    model = checkpoint(STORED["llama-awq"])
+@pytest.mark.parametrize(("name", "part"), [("llama-awq", "qweight"), ("llama-int8-channel", "proj.weight")])
+def test_weights_of_before_are_post_processed_by_the_engine(generator, checkpoint, serve, name, part):
+    model = checkpoint(STORED[name])
     expected = said_without_cache(generator, model)
     runtime_dir = serve(model, "before")
     (worker,), tokens = said_by(generator, with_cache(model, runtime_dir, options={"layout": "vllm"}))
     assert tokens == expected
-    assert any("qweight" in name for name in worker["report"]["made_anew"])
+    assert any(part in parameter for parameter in worker["report"]["made_anew"]), worker["report"]["made_anew"]
     assert worker["private_nbytes"] == 0
