@@ -24,12 +24,12 @@ from weightcached.loader.bench import bench_of
 from weightcached.loader.destination import Destination, Output, Port, Room, Straight, Target, as_destination
 from weightcached.loader.held import Held, staggered
 from weightcached.loader.layout import Placed, Placement
-from weightcached.loader.planned import PartKind
+from weightcached.loader.planned import PartKind, PlannedParameter
 from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
 from weightcached.loader.straight import Offered
-from weightcached.loader.strategy import Strategy, choose
+from weightcached.loader.strategy import RUN_MIN_NBYTES, Strategy, choose
 from weightcached.loader.turns import Digests
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
@@ -135,6 +135,8 @@ class _Team:
         self._lock = threading.Lock()
         self._expected: deque[Slab] = deque()
         self._expected_nbytes = 0
+        self._left_nbytes = sum(_source_nbytes(placed.parameter) for placed in placement.placed)
+        self._threads = 1
         self._digests = Digests(name for name, placed in self._placed.items() if placed.parameter.alias_of is None)
         self._traffic: dict[PartKind, Traffic] = {}
         self._failure: BaseException | None = None
@@ -147,6 +149,7 @@ class _Team:
         them have stopped.
         """
         self._straight = straight
+        self._threads = threads
         team = [threading.Thread(target=self._work, name=f"weightcached-load-{n}") for n in range(threads)]
         started = []
         try:
@@ -183,11 +186,11 @@ class _Team:
         if self._straight is not None and port.on_device is not None:
             port.on_device.stream.synchronize()  # what zeroes the segments comes before what is read past the stream
         while run := self._claim():
-            self._reader.begin(run[0])
-            self._destination.prepare(self._segment_of(run[0]), self._place_of(run[0])[0], self._place_of(run[-1])[1])
+            self._reader.begin(run)
             for slab in run:
                 if self._failure is not None:
                     return
+                self._destination.prepare(self._segment_of(slab), *self._place_of(slab))
                 if slab.step != "all":
                     self._process_held(slab, port, transforms)
                     continue
@@ -263,21 +266,26 @@ class _Team:
                 self._expected_nbytes += slab.source_nbytes
                 fresh.append(slab)
             run = self._next_run()
-            self._expected_nbytes -= sum(slab.source_nbytes for slab in run)
+            claimed_nbytes = sum(slab.source_nbytes for slab in run)
+            self._expected_nbytes -= claimed_nbytes
+            self._left_nbytes -= claimed_nbytes
         for slab in fresh:
             if self._straight is None or not self._straight.takes(slab):
                 self._reader.expect(slab)
         return run
 
     def _next_run(self) -> list[Slab]:
-        """Taken from those that are expected, and all of one segment. Called with the lock held."""
+        """Taken from those that are expected, all of one segment, and no more than a thread's share of what is left, or
+        threads would not end together. Called with the lock held.
+        """
         run: list[Slab] = []
         nbytes = 0
+        most = min(self._run_nbytes, max(RUN_MIN_NBYTES, self._left_nbytes // self._threads))
         while self._expected:
             slab = self._expected[0]
             alone = slab.step != "all" or not self._destination.lends
             nbytes += slab.source_nbytes
-            if run and (alone or nbytes > self._run_nbytes or self._segment_of(slab) != self._segment_of(run[0])):
+            if run and (alone or nbytes > most or self._segment_of(slab) != self._segment_of(run[0])):
                 break
             run.append(self._expected.popleft())
             if alone:
@@ -301,6 +309,13 @@ class _Team:
         self._digests.abandon()
         self._held.abandon()
         self._destination.abandon()
+
+
+def _source_nbytes(parameter: PlannedParameter) -> int:
+    """Of all its slabs together."""
+    if parameter.alias_of is not None or parameter.produced_by is not None:
+        return 0
+    return math.prod(parameter.source_shape) * itemsize_bytes(parameter.source_dtype or parameter.dtype)
 
 
 class _Meter:

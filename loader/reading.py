@@ -72,10 +72,17 @@ class Reader:
             for offset, nbytes in spans(read):
                 self._access.expect(read.tensor.file, offset, nbytes)
 
-    def begin(self, slab: Slab) -> None:
-        """This thread reads the slab next, after what it has to do before."""
-        for read in slab.reads[:1]:
-            self._access.begin(read.tensor.file, read.offset, read.span_nbytes)
+    def begin(self, run: Sequence[Slab]) -> None:
+        """This thread reads these slabs next, after what it has to do before."""
+        reads = [read for slab in run for read in slab.reads]
+        if not reads:
+            return
+        first, stop = reads[0], reads[0].offset
+        for read in reads:
+            if (read.tensor.file, read.offset) != (first.tensor.file, stop):
+                break
+            stop += read.span_nbytes
+        self._access.begin(first.tensor.file, first.offset, stop - first.offset)
 
     def fill(self, slab: Slab, buffer: memoryview) -> int:
         """Fill the first ``slab.source_nbytes`` bytes of ``buffer``. Returns the bytes read, gaps included.

@@ -47,8 +47,9 @@ SLABS_NBYTES = 32 << 20
 RUN_NBYTES = 32 << 20
 """What a thread takes at a time at most: a run of slabs, which it reads, digests and writes by itself."""
 
-RUNS_MIN = 32
-"""So many runs at least make up a load, or threads would not end together."""
+RUN_MIN_NBYTES = 8 << 20
+"""Towards the end runs become shorter, or threads would not end together, but not shorter than that: what is read at
+one place, before a thread goes to another."""
 
 WAITING_RUN_NBYTES = 128 << 20
 """The same where threads wait for a disk: the kernel reads ahead of each, further and in larger pieces the longer it
@@ -115,7 +116,7 @@ def choose(
         kept += _kept_nbytes(parameter)
         if parameter.alias_of is None:
             resident += math.prod(parameter.shape) * itemsize_bytes(parameter.dtype)
-    exact = frozenset(file for file, nbytes in wanted.items() if nbytes < DENSE_SHARE * files[file].nbytes)
+    exact = frozenset(file for file, nbytes in wanted.items() if 0 < nbytes < DENSE_SHARE * files[file].nbytes)
     read = {file: files[file] for file, nbytes in wanted.items() if nbytes}
     total = sum(wanted.values())
     name, why = (
@@ -131,21 +132,19 @@ def choose(
         exact if name not in ("prefetch", "gds") else frozenset(files),
         threads,
         min(SLAB_NBYTES, SLABS_NBYTES // threads),
-        _run_nbytes(name, resident, waiting),
+        _run_nbytes(name, waiting),
         waiting and name not in ("prefetch", "gds"),
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,
         f"{name}: {why}; {_gib(total)} of {_gib(sum(facts.nbytes for facts in files.values()))} on {systems}, "
         f"{_cached_share(read):.0%} in the page cache, {_gib(free_nbytes)} of memory free; "
-        f"{len(exact)} of {len(files)} files are asked for range by range",
+        f"{len(exact)} of {len(read)} files are asked for range by range",
     )
 
 
-def _run_nbytes(name: LoadStrategy, resident: int, waiting: bool) -> int:
+def _run_nbytes(name: LoadStrategy, waiting: bool) -> int:
     if name == "prefetch":  # what is asked for far ahead is not far ahead of a run
         return 0
-    return (
-        min(WAITING_RUN_NBYTES, -(-resident // WAITING_THREADS)) if waiting else min(RUN_NBYTES, resident // RUNS_MIN)
-    )
+    return WAITING_RUN_NBYTES if waiting else RUN_NBYTES
 
 
 def _decide(

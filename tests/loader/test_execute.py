@@ -24,6 +24,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.execution import load, resident, segment_of
 from tests.support.resources import nothing_left_behind
+from weightcached.loader import execute as execute_module
 from weightcached.loader import pipeline
 from weightcached.loader.accounting import account
 from weightcached.loader.boxes import Box, whole
@@ -307,6 +308,26 @@ def test_what_the_progress_callback_raises_ends_every_thread(opened):
         pytest.raises(ConnectionError, match="nobody listens"),
     ):
         execute(prepared.placement, checkpoint.files, segment, threads=4, progress=gone)
+
+
+def test_runs_become_shorter_towards_the_end_so_that_threads_end_together(opened, monkeypatch):
+    checkpoint, prepared = opened
+    threads, slab_nbytes, runs = 4, 32 << 10, []
+    claimed = execute_module._Team._next_run
+
+    def seen(team):
+        left_nbytes, run = team._left_nbytes, claimed(team)
+        runs.append((left_nbytes, sum(slab.source_nbytes for slab in run)))
+        return run
+
+    monkeypatch.setattr(execute_module._Team, "_next_run", seen)
+    monkeypatch.setattr(execute_module, "RUN_MIN_NBYTES", slab_nbytes)
+    with segment_of(prepared.placement.nbytes) as segment:
+        execute(prepared.placement, checkpoint.files, segment, threads=threads, slab_nbytes=slab_nbytes)
+    assert sum(nbytes for _, nbytes in runs) == runs[0][0] == sum(placed.nbytes for placed in prepared.placement.placed)
+    assert runs[-1][0] == 0
+    assert all(nbytes <= max(slab_nbytes, left // threads) for left, nbytes in runs)
+    assert max(nbytes for _, nbytes in runs) > 4 * slab_nbytes
 
 
 def test_progress_grows_to_the_end(opened):

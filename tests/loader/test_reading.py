@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from weightcached.loader import reading
 from weightcached.loader.access import Buffered, Direct, Mapped
 from weightcached.loader.accounting import account
 from weightcached.loader.boxes import Box, whole
-from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter
+from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, TensorHeader
 from weightcached.loader.reading import ALONE_NBYTES, Reader, requests
 from weightcached.loader.slabs import slabs
 from weightcached.protocol.errors import TruncatedFile
@@ -87,3 +88,22 @@ def test_a_file_that_ends_within_a_transposed_part_is_truncated_by_name():
     with pytest.raises(TruncatedFile, match="'t'") as caught:
         filled(PlannedParameter("p", (20, 31), "int16", "int16", (copy,)), {"t": values})
     assert caught.value.where == "t"
+
+
+def test_a_run_begins_with_what_lies_together_in_the_file():
+    """Two tensors side by side, in several slabs, and one elsewhere: a disk is told as far as it reads on."""
+    shape = (64, 64)
+    tensors = [TensorHeader(name, "int16", shape, "f", offset, 8192) for name, offset in [("a", 8), ("b", 8200), ("c", 20000)]]
+    parameters = [PlannedParameter(one.name, shape, "int16", "int16", (Copy(one, whole(shape), whole(shape)),)) for one in tensors]
+    run = [slab for parameter in parameters for slab in slabs(parameter, slab_nbytes=3000)]
+
+    class Told(Buffered):
+        begun: ClassVar[list] = []
+
+        def begin(self, *begun):
+            self.begun.append(begun)
+
+    for start in (0, 1, 3, 6):
+        Reader(Told({})).begin(run[start:])
+    Reader(Told({})).begin([])
+    assert Told.begun == [("f", 8, 16384), ("f", 3008, 13384), ("f", 8200, 8192), ("f", 20000, 8192)]

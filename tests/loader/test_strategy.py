@@ -11,6 +11,7 @@ from weightcached.loader.strategy import (
     RUN_NBYTES,
     SLABS_NBYTES,
     THREADS,
+    WAITING_RUN_NBYTES,
     WAITING_THREADS,
     FileFacts,
     choose,
@@ -62,7 +63,7 @@ def test_what_is_asked_for_is_taken() -> None:
 
 def test_threads_that_wait_for_a_disk_read_at_places_of_their_own() -> None:
     cold = choose([parameter()], {"f": FACTS}, free_nbytes=3 * GIB)
-    assert (cold.threads, cold.run_nbytes, cold.apart) == (WAITING_THREADS, GIB // WAITING_THREADS, True)
+    assert (cold.threads, cold.run_nbytes, cold.apart) == (WAITING_THREADS, WAITING_RUN_NBYTES, True)
     warm = choose([parameter()], {"f": replace(FACTS, cached_share=1.0)}, free_nbytes=3 * GIB)
     assert (warm.threads, warm.run_nbytes, warm.apart) == (THREADS, RUN_NBYTES, False)
     far = choose([parameter()], {"f": replace(FACTS, file_system="nfs")}, free_nbytes=3 * GIB)
@@ -75,7 +76,9 @@ def test_a_file_of_which_a_part_is_read_is_asked_for_exactly(rows: int, exact: s
     tensor = TensorHeader("t", "uint8", (1 << 15, 1 << 15), "f", 0, GIB)
     box = Box((0, 0), (rows, 1 << 15))
     part = PlannedParameter("p", box.shape, "uint8", "uint8", (Copy(tensor, box, whole(box.shape)),))
-    assert choose([part], {"f": FACTS}, free_nbytes=9 * GIB).exact == exact
+    chosen = choose([part], {"f": FACTS, "unread": FACTS}, free_nbytes=9 * GIB)
+    assert chosen.exact == exact
+    assert f"{len(exact)} of 1 files are asked for" in chosen.reason
 
 
 def test_no_parameters_need_no_files() -> None:
