@@ -14,7 +14,7 @@ import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from weightcached.loader.reading import VECTORS_MAX, Access
+from weightcached.loader.reading import VECTORS_MAX, Access, Extent
 from weightcached.loader.strategy import FileFacts, Strategy
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.filesystems import file_system_of
@@ -24,11 +24,14 @@ WINDOW_NBYTES = 128 << 10
 """Linux's usual window for reading ahead. Of more than fits into a file's, an advice is cut short without a word; where
 many small ones are given instead, a disk gets many small requests."""
 
-DIRECT_NBYTES = 2 * LARGE_PAGE_NBYTES
-"""What is read past the page cache at a time, into large pages: of small ones a disk is told one by one, and takes half
-as long again."""
+DIRECT_NBYTES = LARGE_PAGE_NBYTES
+"""What is read past the page cache at a time, into a large page: of small ones a disk is told one by one, and takes
+half as long again. From a multiple of it in the file, or a disk needs some percent longer."""
 
-_BLOCK_NBYTES = 4096
+_DIRECT_UNIT_NBYTES = 4096
+"""Where such a read may begin and end, in any file system."""
+
+_SMALL_NBYTES = 64 << 10
 _BEGIN_NBYTES = 4 << 20
 """The kernel reads about twice as far ahead of a first read, and further with each that follows."""
 _CACHESTAT = 451
@@ -104,11 +107,12 @@ class Buffered:
         for start in range(offset, offset + nbytes, window):
             _advise(fd, start, min(window, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
-    def begin(self, file: str, offset: int, nbytes: int) -> None:
+    def begin(self, extents: Iterator[Extent]) -> None:
         """Has the disk start, where threads wait for it: a read that must not wait leaves its readahead under way."""
-        if self._apart and file not in self._exact:
+        first = next(extents, None) if self._apart else None
+        if first is not None and first.file not in self._exact:
             with suppress(OSError):  # not there yet; a real fault shows when it is read
-                os.preadv(self._descriptor(file), [self._unseen[:nbytes]], offset, os.RWF_NOWAIT)
+                os.preadv(self._descriptor(first.file), [self._unseen[: first.nbytes]], first.offset, os.RWF_NOWAIT)
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         fd, wanted = self._descriptor(file), sum(map(len, buffers))
@@ -165,7 +169,8 @@ class Mapped:
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Nothing: the kernel reads ahead of the faults."""
 
-    begin = expect
+    def begin(self, extents: Iterator[Extent]) -> None:
+        """Nothing, for the same reason."""
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
         view = self._views[file]
@@ -181,7 +186,7 @@ class Mapped:
 
 
 class Direct:
-    """Past the page cache, by descriptors of its own. Each thread reads whole blocks into memory of its own first."""
+    """Past the page cache, by descriptors of its own. A thread reads blocks into memory of its own, and copies."""
 
     def __init__(self, files: Mapping[str, int]) -> None:
         self._fds: dict[str, int] = {}
@@ -202,27 +207,28 @@ class Direct:
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Nothing: there is nowhere to put it."""
 
-    begin = expect
+    def begin(self, extents: Iterator[Extent]) -> None:
+        """Remembers how far this thread reads on: a block has what follows of it, too, and is read once."""
+        self._block().begin(extents)
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
-        fd, block = self._fds[file], self._block()
-        done = 0
+        block, done = self._block(), 0
         for buffer in buffers:
             filled = 0
             while filled < len(buffer):
-                at = offset + done
-                start = at // _BLOCK_NBYTES * _BLOCK_NBYTES
-                stop = -(-(at + len(buffer) - filled) // _BLOCK_NBYTES) * _BLOCK_NBYTES
-                got = os.preadv(fd, [block[: min(stop - start, len(block))]], start)
-                some = min(got - (at - start), len(buffer) - filled)
-                if some <= 0:
+                there = block.bytes_from(file, offset + done)
+                if not there:
+                    block.read(self._fds[file], file, offset + done, len(buffer) - filled)
+                    there = block.bytes_from(file, offset + done)
+                if not there:
                     raise EOFError(done)
-                _move(buffer[filled : filled + some], block[at - start : at - start + some])
+                some = min(len(there), len(buffer) - filled)
+                _move(buffer[filled : filled + some], there[:some])
                 filled += some
                 done += some
 
     def view(self, file: str, offset: int, nbytes: int) -> memoryview | None:
-        """None: nothing lies anywhere."""
+        """None: nothing stays anywhere."""
         return None
 
     def close(self) -> None:
@@ -230,16 +236,56 @@ class Direct:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
-    def _block(self) -> memoryview:
+    def _block(self) -> _Block:
         if not hasattr(self._local, "block"):
-            room = DIRECT_NBYTES + LARGE_PAGE_NBYTES
-            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without large pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE_NBYTES
-            self._local.block = memoryview(memory)[begin : begin + DIRECT_NBYTES]
-        block: memoryview = self._local.block
+            self._local.block = _Block()
+        block: _Block = self._local.block
         return block
+
+
+class _Block:
+    """What one thread has read last past the page cache, in a large page, and how far it will read on."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, DIRECT_NBYTES + LARGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE_NBYTES
+        self._memory = memoryview(memory)[begin : begin + DIRECT_NBYTES]
+        self._file = ""
+        self._start = self._nbytes = 0
+        """Which bytes of the file these are."""
+        self._extents: Iterator[Extent] = iter(())
+        self._extent: Extent | None = None
+
+    def begin(self, extents: Iterator[Extent]) -> None:
+        """What is read next, in this order."""
+        self._extents = extents
+        self._extent = next(extents, None)
+
+    def bytes_from(self, file: str, offset: int) -> memoryview:
+        """The file's bytes from ``offset``, as many as are here."""
+        if file != self._file or not 0 <= offset - self._start < self._nbytes:
+            return self._memory[:0]
+        return self._memory[offset - self._start : self._nbytes]
+
+    def read(self, fd: int, file: str, offset: int, nbytes: int) -> None:
+        """The file's bytes from ``offset`` to the next multiple of :data:`DIRECT_NBYTES`, but only what is needed: as
+        far as the extent goes that ``offset`` lies in, or so many where nobody has told of one.
+        """
+        stop = offset + nbytes
+        while (extent := self._extent) is not None:
+            if file == extent.file and 0 <= offset - extent.offset < extent.nbytes:
+                stop = extent.offset + extent.nbytes
+                break
+            self._extent = next(self._extents, None)
+        start = offset // _DIRECT_UNIT_NBYTES * _DIRECT_UNIT_NBYTES
+        stop = min(
+            -(-stop // _DIRECT_UNIT_NBYTES) * _DIRECT_UNIT_NBYTES,
+            (start // DIRECT_NBYTES + 1) * DIRECT_NBYTES,
+        )
+        self._file, self._start, self._nbytes = file, start, 0
+        self._nbytes = os.preadv(fd, [self._memory[: stop - start]], start)
 
 
 def _reopened(fd: int, flags: int = 0) -> int:
@@ -256,7 +302,10 @@ def _mapped(fd: int) -> memoryview:
 
 
 def _move(target: memoryview, source: memoryview) -> None:
-    """Copy, without the interpreter's lock: both sides may wait for a disk."""
+    """Copy, without the interpreter's lock unless it is little: both sides may wait for a disk."""
+    if len(target) < _SMALL_NBYTES:
+        target[:] = source
+        return
     kind = ctypes.c_char * len(target)
     ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), len(target))
 

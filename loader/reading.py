@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from weightcached.loader.boxes import Box, Shape, is_contiguous
 from weightcached.loader.planned import Copy, LoadPlan, PartKind, PlannedParameter, TensorHeader
@@ -32,6 +32,14 @@ VECTORS_MAX = 1024
 _ZEROS = memoryview(bytes(1 << 20))
 
 
+class Extent(NamedTuple):
+    """Bytes of a file that are read from the first to the last."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
 class Access(Protocol):
     """One way in which bytes of files come into buffers. Thread-safe."""
 
@@ -39,8 +47,8 @@ class Access(Protocol):
         """These bytes will be read soon. Blocks only while the device's queue is full."""
         ...
 
-    def begin(self, file: str, offset: int, nbytes: int) -> None:
-        """This thread reads these bytes next. Blocks as little as that."""
+    def begin(self, extents: Iterator[Extent]) -> None:
+        """This thread reads these next, one after the other. Blocks for no more than some MiB."""
         ...
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
@@ -72,17 +80,9 @@ class Reader:
             for offset, nbytes in spans(read):
                 self._access.expect(read.tensor.file, offset, nbytes)
 
-    def begin(self, run: Sequence[Slab]) -> None:
+    def begin(self, run: Iterable[Slab]) -> None:
         """This thread reads these slabs next, after what it has to do before."""
-        reads = [read for slab in run for read in slab.reads]
-        if not reads:
-            return
-        first, stop = reads[0], reads[0].offset
-        for read in reads:
-            if (read.tensor.file, read.offset) != (first.tensor.file, stop):
-                break
-            stop += read.span_nbytes
-        self._access.begin(first.tensor.file, first.offset, stop - first.offset)
+        self._access.begin(extents(read for slab in run for read in slab.reads))
 
     def fill(self, slab: Slab, buffer: memoryview) -> int:
         """Fill the first ``slab.source_nbytes`` bytes of ``buffer``. Returns the bytes read, gaps included.
@@ -201,6 +201,22 @@ def spans(read: Read) -> Iterator[tuple[int, int]]:
             yield offset, read.length
     else:
         yield read.offset, read.span_nbytes
+
+
+def extents(reads: Iterable[Read]) -> Iterator[Extent]:
+    """What is read, in order. Ranges that lie together are one, with the gaps between them where those are read."""
+    last: Extent | None = None
+    for read in reads:
+        gap = 0 if _is_alone(read) else read.pitch - read.length
+        for offset, nbytes in spans(read):
+            if last is not None and last.file == read.tensor.file and 0 <= offset - last.offset - last.nbytes <= gap:
+                last = last._replace(nbytes=offset + nbytes - last.offset)
+                continue
+            if last is not None:
+                yield last
+            last = Extent(read.tensor.file, offset, nbytes)
+    if last is not None:
+        yield last
 
 
 def _is_alone(read: Read) -> bool:

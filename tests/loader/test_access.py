@@ -17,8 +17,12 @@ from tests.support.execution import resident, segment_of
 from tests.support.resources import open_fds
 from weightcached.loader import pipeline
 from weightcached.loader.access import DIRECT_NBYTES, Buffered, Direct, Mapped, look
+from weightcached.loader.boxes import Box, whole
 from weightcached.loader.checkpoint import open_checkpoint
 from weightcached.loader.execute import execute
+from weightcached.loader.planned import Copy, PlannedParameter, TensorHeader
+from weightcached.loader.reading import ALONE_NBYTES, Extent, Reader
+from weightcached.loader.slabs import slabs
 from weightcached.protocol.config import build_config
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.fds import OwnedFds
@@ -71,6 +75,40 @@ def test_what_is_read_past_the_page_cache_is_not_in_it(files: dict[str, int]) ->
     assert look(files)["file"].cached_share == 1
 
 
+@pytest.mark.parametrize(("columns", "calls"), [(1024, 5), (ALONE_NBYTES, 68)], ids=["with gaps", "alone"])
+def test_past_the_page_cache_a_block_is_read_once_and_no_range_further_than_it_goes(
+    columns: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other stretch of a file, in slabs that end anywhere: short ones out of blocks, long ones by themselves."""
+    rows, before = (4 * DIRECT_NBYTES - 8192) // (2 * columns), 1000
+    values = np.random.default_rng(1).integers(0, 256, (rows, 2 * columns), np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(before) + values.tobytes())
+    box = Box((0, columns), (rows, columns))
+    copy = Copy(TensorHeader("t", "uint8", values.shape, "file", before, values.nbytes), box, whole(box.shape))
+    run = list(slabs(PlannedParameter("p", box.shape, "uint8", "uint8", (copy,)), slab_nbytes=100_001))
+    read: list[int] = []
+    preadv = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        read.append(preadv(*arguments))
+        return read[-1]
+
+    made = bytearray()
+    with OwnedFds([os.open(path, os.O_RDONLY | os.O_CLOEXEC)]) as fds:
+        reader = Reader(direct := Direct({"file": fds[0]}))
+        monkeypatch.setattr(os, "preadv", counted)
+        reader.begin(run)
+        for slab in run:
+            buffer = bytearray(slab.source_nbytes)
+            reader.fill(slab, memoryview(buffer))
+            made += buffer
+        direct.close()
+    assert made == values[:, columns:].tobytes()
+    assert len(read) <= calls
+    assert sum(read) <= (values.nbytes if columns == 1024 else values.nbytes // 2) + 2 * 4096 * len(read)
+
+
 def test_threads_apart_have_a_descriptor_each_for_as_long_as_files_are_read(tmp_path: Path) -> None:
     """Or the kernel would take their reads for those of one that jumps about, and read nothing ahead."""
     paths = [tmp_path / "one", tmp_path / "two"]
@@ -84,7 +122,7 @@ def test_threads_apart_have_a_descriptor_each_for_as_long_as_files_are_read(tmp_
 
         def read() -> None:
             for file in ("one", "two", "one"):
-                access.begin(file, 5, 1000)
+                access.begin(iter([Extent(file, 5, 1000)]))
                 buffer = bytearray(1000)
                 access.fill(file, [memoryview(buffer)], 5)
                 assert buffer == VALUES[5:1005]

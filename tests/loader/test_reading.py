@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from weightcached.loader.access import Buffered, Direct, Mapped
 from weightcached.loader.accounting import account
 from weightcached.loader.boxes import Box, whole
 from weightcached.loader.planned import Copy, LoadPlan, PlannedParameter, TensorHeader
-from weightcached.loader.reading import ALONE_NBYTES, Reader, requests
+from weightcached.loader.reading import ALONE_NBYTES, Reader, extents, requests
 from weightcached.loader.slabs import slabs
 from weightcached.protocol.errors import TruncatedFile
 
@@ -90,20 +89,25 @@ def test_a_file_that_ends_within_a_transposed_part_is_truncated_by_name():
     assert caught.value.where == "t"
 
 
-def test_a_run_begins_with_what_lies_together_in_the_file():
-    """Two tensors side by side, in several slabs, and one elsewhere: a disk is told as far as it reads on."""
+def parameter_of(tensor, box):
+    return PlannedParameter(
+        tensor.name, box.shape, tensor.dtype, tensor.dtype, (Copy(tensor, box, whole(box.shape)),)
+    )
+
+
+def test_extents_are_what_lies_together_in_a_file():
+    """Two tensors side by side and one elsewhere; of two more a part of each row, too long to read the gaps and not."""
     shape = (64, 64)
-    tensors = [TensorHeader(name, "int16", shape, "f", offset, 8192) for name, offset in [("a", 8), ("b", 8200), ("c", 20000)]]
-    parameters = [PlannedParameter(one.name, shape, "int16", "int16", (Copy(one, whole(shape), whole(shape)),)) for one in tensors]
-    run = [slab for parameter in parameters for slab in slabs(parameter, slab_nbytes=3000)]
-
-    class Told(Buffered):
-        begun: ClassVar[list] = []
-
-        def begin(self, *begun):
-            self.begun.append(begun)
-
-    for start in (0, 1, 3, 6):
-        Reader(Told({})).begin(run[start:])
-    Reader(Told({})).begin([])
-    assert Told.begun == [("f", 8, 16384), ("f", 3008, 13384), ("f", 8200, 8192), ("f", 20000, 8192)]
+    beside = [TensorHeader(name, "int16", shape, "f", at, 8192) for name, at in [("a", 8), ("b", 8200), ("c", 20000)]]
+    wide = TensorHeader("d", "uint8", (3, 2 * ALONE_NBYTES), "g", 0, 6 * ALONE_NBYTES)
+    narrow = TensorHeader("e", "uint8", (30, 2000), "h", 0, 60000)
+    parameters = [
+        *(parameter_of(tensor, whole(shape)) for tensor in beside),
+        parameter_of(wide, Box((0, 0), (3, ALONE_NBYTES))),
+        parameter_of(narrow, Box((0, 1000), (30, 1000))),
+    ]
+    reads = [read for one in parameters for slab in slabs(one, slab_nbytes=3000) for read in slab.reads]
+    rows = [("g", 2 * row * ALONE_NBYTES, ALONE_NBYTES) for row in range(3)]
+    assert list(extents(reads)) == [("f", 8, 16384), ("f", 20000, 8192), *rows, ("h", 1000, 59000)]
+    assert next(extents(reads[1:])) == ("f", 3008, 13384)
+    assert list(extents([])) == []
