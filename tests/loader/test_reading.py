@@ -90,9 +90,7 @@ def test_a_file_that_ends_within_a_transposed_part_is_truncated_by_name():
 
 
 def parameter_of(tensor, box):
-    return PlannedParameter(
-        tensor.name, box.shape, tensor.dtype, tensor.dtype, (Copy(tensor, box, whole(box.shape)),)
-    )
+    return PlannedParameter(tensor.name, box.shape, tensor.dtype, tensor.dtype, (Copy(tensor, box, whole(box.shape)),))
 
 
 def test_extents_are_what_lies_together_in_a_file():
