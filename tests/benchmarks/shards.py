@@ -22,12 +22,17 @@ from tests.benchmarks.turns import Turns
 from tests.benchmarks.workspace import Workspace
 
 SIZE, RANK = 4, 1
-OURS, WHOLE, SNAPSHOT, COPY = (
+OURS, WHOLE, SNAPSHOT = (
     f"weightcached, rank {RANK} of {SIZE}",
     "weightcached, whole",
     "weightcached, from a snapshot",
-    "plain copy of the snapshot",
 )
+LARGE_COPY = "plain copy of the snapshot to a segment, pages of 2 MiB"
+COPIES = {
+    "plain copy of the snapshot to a segment": "segment_sendfile",
+    "plain copy of the snapshot to private memory": "private_pread",
+}
+"""Into pages as the kernel gives them: the limit, as in `load.py`."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,11 @@ def _contenders(
             for method in ("fp8", "fp8-tensor", "fp8-block", "int8", "int4")
         ),
         Contender(SNAPSHOT, "loading.ours:from_a_snapshot", {"directory": str(snapshot)}, files=segments),
-        Contender(COPY, "loading.plain_copies:segment_huge_pread", copied, files=segments),
-        Contender(f"{COPY}, small pages", "loading.plain_copies:segment_sendfile", copied, files=segments),
+        Contender(LARGE_COPY, "loading.plain_copies:segment_huge_pread", copied, files=segments),
+        *(
+            Contender(name, f"loading.plain_copies:{function}", copied, files=segments)
+            for name, function in COPIES.items()
+        ),
     )
 
 
@@ -159,6 +167,9 @@ def _targets(loads: Sequence[Loads]) -> list[Target]:
         targets.append(
             Target(f"fp8 while loading, {state}: at least half the speed of the load", f"{share:.2f}", share >= 0.5)
         )
-        share = median_s(COPY, state) / median_s(SNAPSHOT, state)
-        targets.append(Target(f"a snapshot, {state}: at least 0.9 of a plain copy", f"{share:.2f}", share >= 0.9))
+        limit = min(COPIES, key=lambda name: median_s(name, state))
+        share = median_s(limit, state) / median_s(SNAPSHOT, state)
+        large = median_s(LARGE_COPY, state) / median_s(SNAPSHOT, state)
+        text = f"a snapshot, {state}: at least 0.9 of the best copy into the kernel's pages"
+        targets.append(Target(text, f"{share:.2f} of {limit}; {large:.2f} of one into pages of 2 MiB", share >= 0.9))
     return targets
