@@ -29,7 +29,7 @@ from weightcached.loader.quantize import Transforms, measure
 from weightcached.loader.reading import Reader
 from weightcached.loader.slabs import Slab, slabs
 from weightcached.loader.straight import Offered
-from weightcached.loader.strategy import RUN_MIN_NBYTES, Strategy, choose
+from weightcached.loader.strategy import Strategy, choose
 from weightcached.loader.turns import Digests
 from weightcached.protocol.dtypes import itemsize_bytes
 from weightcached.protocol.errors import InsufficientMemory
@@ -280,7 +280,7 @@ class _Team:
         """
         run: list[Slab] = []
         nbytes = 0
-        most = min(self._run_nbytes, max(RUN_MIN_NBYTES, self._left_nbytes // self._threads))
+        most = min(self._run_nbytes, self._left_nbytes // self._threads)
         while self._expected:
             slab = self._expected[0]
             alone = slab.step != "all" or not self._destination.lends

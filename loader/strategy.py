@@ -47,10 +47,6 @@ SLABS_NBYTES = 32 << 20
 RUN_NBYTES = 32 << 20
 """What a thread takes at a time at most: a run of slabs, which it reads, digests and writes by itself."""
 
-RUN_MIN_NBYTES = 8 << 20
-"""Towards the end runs become shorter, or threads would not end together, but not shorter than that: what is read at
-one place, before a thread goes to another."""
-
 WAITING_RUN_NBYTES = 128 << 20
 """The same where threads wait for a disk: the kernel reads ahead of each, further and in larger pieces the longer it
 reads on from one place.

@@ -321,7 +321,6 @@ def test_runs_become_shorter_towards_the_end_so_that_threads_end_together(opened
         return run
 
     monkeypatch.setattr(execute_module._Team, "_next_run", seen)
-    monkeypatch.setattr(execute_module, "RUN_MIN_NBYTES", slab_nbytes)
     with segment_of(prepared.placement.nbytes) as segment:
         execute(prepared.placement, checkpoint.files, segment, threads=threads, slab_nbytes=slab_nbytes)
     assert sum(nbytes for _, nbytes in runs) == runs[0][0] == sum(placed.nbytes for placed in prepared.placement.placed)
