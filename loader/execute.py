@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weightcached.loader.access import accessing, look
@@ -266,9 +266,8 @@ class _Team:
                 self._expected_nbytes += slab.source_nbytes
                 fresh.append(slab)
             run = self._next_run()
-            claimed_nbytes = sum(slab.source_nbytes for slab in run)
-            self._expected_nbytes -= claimed_nbytes
-            self._left_nbytes -= claimed_nbytes
+            self._expected_nbytes -= sum(slab.source_nbytes for slab in run)
+            self._left_nbytes -= _read_nbytes(run)
         for slab in fresh:
             if self._straight is None or not self._straight.takes(slab):
                 self._reader.expect(slab)
@@ -311,8 +310,13 @@ class _Team:
         self._destination.abandon()
 
 
+def _read_nbytes(run: Iterable[Slab]) -> int:
+    """What they come from: slabs that come a second time have nothing to read."""
+    return sum(slab.source_nbytes for slab in run if slab.step != "quantize")
+
+
 def _source_nbytes(parameter: PlannedParameter) -> int:
-    """Of all its slabs together."""
+    """The same of all its slabs."""
     if parameter.alias_of is not None or parameter.produced_by is not None:
         return 0
     return math.prod(parameter.source_shape) * itemsize_bytes(parameter.source_dtype or parameter.dtype)
