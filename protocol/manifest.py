@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import operator
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -272,8 +273,17 @@ class Manifest:
         """Only what is said about the generation as a whole, from ``file``'s position on. Rows are not even read, so
         the cost does not grow with them: this is for the keeper. Raises TransferError; OSError passes through.
         """
+        begin = file.tell()
+        left_nbytes = file.seek(0, os.SEEK_END) - begin
+        file.seek(begin)
         unpacker = msgpack.Unpacker(
-            file, read_size=_META_READ_BYTES, max_buffer_size=META_MAX_BYTES, strict_map_key=True, max_ext_len=0
+            file,
+            read_size=_META_READ_BYTES,
+            max_buffer_size=META_MAX_BYTES,
+            # Room for a list is taken when its length is read, and a thousand lists may lie in each other.
+            max_array_len=left_nbytes,
+            strict_map_key=True,
+            max_ext_len=0,
         )
         try:
             unpacker.read_map_header()

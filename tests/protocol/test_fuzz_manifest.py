@@ -85,6 +85,13 @@ def check(data: bytes) -> None:
     ends_in(TransferError, lambda: Manifest.decode_meta(io.BytesIO(data)), memory_max_nbytes=MEMORY_MAX_BYTES)
 
 
+@pytest.mark.parametrize("length", [0xFFFF, 4000], ids=["longer than the manifest", "as long as it could be"])
+def test_lists_in_lists_take_no_more_room_than_a_manifest_of_that_size_can_fill(length: int) -> None:
+    """As deep as the decoder goes. Room for a list is taken when its length is read."""
+    data = b"\x86" + (b"\xdc" + length.to_bytes(2, "big")) * 1350
+    ends_in(TransferError, lambda: Manifest.decode_meta(io.BytesIO(data)), memory_max_nbytes=40 * MIB)
+
+
 @given(damaged(HONEST))
 def test_a_damaged_manifest(data: bytes) -> None:
     check(data)
