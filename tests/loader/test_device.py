@@ -236,44 +236,52 @@ def opened(tmp_path):
         yield checkpoint, pipeline.prepare(checkpoint, config).placement
 
 
+THREADS = 3
+
+
+@pytest.fixture
+def all_at_work(monkeypatch):
+    """Each of so many threads gives its first copy to its stream when all of them have one: none comes too late."""
+    begun, together, copy_in = threading.local(), threading.Barrier(THREADS), Stream.copy_in
+
+    def meeting(stream, *what):
+        if not getattr(begun, "already", False):
+            begun.already = True
+            together.wait(timeout=20)
+        copy_in(stream, *what)
+
+    monkeypatch.setattr(Stream, "copy_in", meeting)
+
+
+@pytest.mark.usefixtures("all_at_work")
 def test_pinned_memory_is_bounded_by_the_rings_and_the_device_holds_the_segment_alone(opened, cuda_here):
     checkpoint, placement = opened
     with memory.mapped(None, placement.nbytes) as mapped:
         segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
-        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=3)
+        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=THREADS)
         assert cuda_here.fake.peak_nbytes() == mapped.nbytes + CONTEXT_NBYTES
     assert str(segment).startswith("staging: 1 MiB")  # 3 threads, 4 rooms of 64 KiB each: 0.75
-    assert cuda_here.fake.calls().count("cuMemHostAlloc") <= 2 + 3 * (ROOMS + 1)
+    assert cuda_here.fake.calls().count("cuMemHostAlloc") <= 2 + THREADS * (ROOMS + 1)
 
 
+@pytest.mark.usefixtures("all_at_work")
 def test_copies_of_all_threads_are_under_way_together_and_none_is_waited_for_before_its_room_is_needed(
-    opened, cuda_here, monkeypatch
+    opened, cuda_here
 ):
-    """Each thread's first copy is given to its stream when all threads have one; the driver then does a copy when
-    somebody waits. So nobody waits for a stream before the last copy is given, and for a copy's event only who takes
-    a room for another time.
+    """The driver does a copy when somebody waits. So nobody waits for a stream before the last copy is given, and for a
+    copy's event only who takes a room for another time.
     """
     checkpoint, placement = opened
-    threads, copying, together = 3, threading.local(), threading.Barrier(3)
-    copy_in = Stream.copy_in
-
-    def meeting(stream, *what):
-        if not getattr(copying, "begun", False):
-            copying.begun = True
-            together.wait(timeout=20)
-        copy_in(stream, *what)
-
     with memory.mapped(None, placement.nbytes) as mapped:
         segment = DeviceSegments(mapped.context, [Span(mapped.address, mapped.nbytes)])
-        monkeypatch.setattr(Stream, "copy_in", meeting)
-        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=threads)
+        execute(placement, checkpoint.files, segment, slab_nbytes=64 << 10, threads=THREADS)
     calls = cuda_here.fake.calls()
     copies = [number for number, call in enumerate(calls) if call == "cuMemcpyHtoDAsync"]
     waits = [number for number, call in enumerate(calls) if call == "cuStreamSynchronize"]
-    assert len(copies) > 2 * threads * ROOMS
+    assert len(copies) > 2 * THREADS * ROOMS
     assert copies[-1] < waits[0]
-    assert calls.count("cuEventSynchronize") <= len(copies) - threads * ROOMS
-    assert calls.count("cuStreamCreate") == threads + 1  # and the one that zeroes
+    assert calls.count("cuEventSynchronize") <= len(copies) - THREADS * ROOMS
+    assert calls.count("cuStreamCreate") == THREADS + 1  # and the one that zeroes
 
 
 # What a load asks the driver for, and which of its calls of each kind fails.

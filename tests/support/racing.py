@@ -49,7 +49,12 @@ def race(
     assert versions(ranks) == [served] * len(ranks), told
 
     states = [Changer(one).state() for one in ranks]
-    held = [known for state in states for one in state.generations for known in (one.generation, one.version)]
+    held = [
+        known
+        for state in states
+        for one in state.generations
+        for known in (one.generation, one.version, one.receipts_version)  # the digest may be known by now
+    ]
     for lost in outcomes:
         if isinstance(lost, WeightCacheError):
             assert isinstance(lost, UpdateConflict | GenerationGone), told
