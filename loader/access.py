@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
 from weightcached.loader.reading import VECTORS_MAX, Access, Extent
-from weightcached.loader.strategy import FileFacts, Strategy
+from weightcached.loader.strategy import AHEAD_NBYTES, WAITING_THREADS, FileFacts, Strategy
 from weightcached.protocol.errors import DeploymentError
 from weightcached.protocol.filesystems import file_system_of
 from weightcached.protocol.memory.host import LARGE_PAGE_NBYTES
@@ -48,7 +52,7 @@ def accessing(files: Mapping[str, int], strategy: Strategy, *, mapped: bool) -> 
     """
     with ExitStack() as stack:
         if strategy.name == "direct":
-            direct = Direct(files)
+            direct = Direct(files, ahead_nbytes=strategy.ahead_nbytes // strategy.threads)
             stack.callback(direct.close)
             yield direct
         elif strategy.name == "mmap":
@@ -186,16 +190,20 @@ class Mapped:
 
 
 class Direct:
-    """Past the page cache, by descriptors of its own. A thread reads blocks into memory of its own, and copies."""
+    """Past the page cache, by descriptors of its own. What a thread will read is read ahead of it, block by block, by
+    threads that do nothing else; it copies out of these. So the disk is busy while it copies and digests.
+    """
 
-    def __init__(self, files: Mapping[str, int]) -> None:
+    def __init__(self, files: Mapping[str, int], *, ahead_nbytes: int = AHEAD_NBYTES) -> None:
+        """``ahead_nbytes``: of a thread, how far ahead of it."""
         self._fds: dict[str, int] = {}
+        self._ahead = max(1, ahead_nbytes // DIRECT_NBYTES)
         self._local = threading.local()
         try:
             for name, fd in files.items():
                 self._fds[name] = _reopened(fd, os.O_DIRECT)
         except OSError as error:
-            self.close()
+            self._close_files()
             raise DeploymentError(
                 "a file cannot be read past the page cache",
                 expected="a file system that knows O_DIRECT",
@@ -203,23 +211,21 @@ class Direct:
                 where=name,
                 next_step="choose another --load-strategy, or auto",
             ) from error
+        self._readers = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="past the page cache")
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
-        """Nothing: there is nowhere to put it."""
+        """Nothing: which thread will read it is not known yet."""
 
     def begin(self, extents: Iterator[Extent]) -> None:
-        """Remembers how far this thread reads on: a block has what follows of it, too, and is read once."""
-        self._block().begin(extents)
+        """Begins to read what this thread reads on. A block has what follows of it, too, and is read once."""
+        self._blocks().begin(extents)
 
     def fill(self, file: str, buffers: Sequence[memoryview], offset: int) -> None:
-        block, done = self._block(), 0
+        blocks, done = self._blocks(), 0
         for buffer in buffers:
             filled = 0
             while filled < len(buffer):
-                there = block.bytes_from(file, offset + done)
-                if not there:
-                    block.read(self._fds[file], file, offset + done, len(buffer) - filled)
-                    there = block.bytes_from(file, offset + done)
+                there = blocks.bytes_from(file, offset + done, len(buffer) - filled)
                 if not there:
                     raise EOFError(done)
                 some = min(len(there), len(buffer) - filled)
@@ -232,60 +238,100 @@ class Direct:
         return None
 
     def close(self) -> None:
-        """Close every descriptor. Safe to call again."""
+        """Close every descriptor, once what is being read has been. No thread may read any more."""
+        self._readers.shutdown(cancel_futures=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
-    def _block(self) -> _Block:
-        if not hasattr(self._local, "block"):
-            self._local.block = _Block()
-        block: _Block = self._local.block
-        return block
+    def _blocks(self) -> _Blocks:
+        if not hasattr(self._local, "blocks"):
+            self._local.blocks = _Blocks(self._begin_block, self._ahead)
+        blocks: _Blocks = self._local.blocks
+        return blocks
+
+    def _begin_block(self, extent: Extent, memory: memoryview) -> _Block:
+        read = self._readers.submit(os.preadv, self._fds[extent.file], [memory[: extent.nbytes]], extent.offset)
+        return _Block(extent, memory, read)
 
 
-class _Block:
-    """What one thread has read last past the page cache, in a large page, and how far it will read on."""
+class _Block(NamedTuple):
+    """Bytes of a file that are being read, or have been, into a large page."""
 
-    def __init__(self) -> None:
-        memory = mmap.mmap(-1, DIRECT_NBYTES + LARGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE_NBYTES
-        self._memory = memoryview(memory)[begin : begin + DIRECT_NBYTES]
-        self._file = ""
-        self._start = self._nbytes = 0
-        """Which bytes of the file these are."""
-        self._extents: Iterator[Extent] = iter(())
-        self._extent: Extent | None = None
+    extent: Extent
+    memory: memoryview
+    read: Future[int]
+
+    def bytes_from(self, file: str, offset: int) -> memoryview:
+        """The file's bytes from ``offset``, as many as are here. Waits for them where there are any. Raises OSError."""
+        at = offset - self.extent.offset
+        if file != self.extent.file or not 0 <= at < self.extent.nbytes:
+            return self.memory[:0]
+        return self.memory[at : max(at, self.read.result())]
+
+
+class _Blocks:
+    """Of one thread: the block that it copies from, and those that come after it, as far as it was told."""
+
+    def __init__(self, begin_block: Callable[[Extent, memoryview], _Block], ahead: int) -> None:
+        self._begin_block = begin_block
+        self._ahead = ahead
+        self._spare: list[memoryview] = []
+        self._blocks: deque[_Block] = deque()
+        self._coming: Iterator[Extent] = iter(())
 
     def begin(self, extents: Iterator[Extent]) -> None:
         """What is read next, in this order."""
-        self._extents = extents
-        self._extent = next(extents, None)
+        while self._blocks:
+            self._drop_first()
+        self._coming = itertools.chain.from_iterable(_aligned(extent) for extent in extents)
+        self._read_ahead()
 
-    def bytes_from(self, file: str, offset: int) -> memoryview:
-        """The file's bytes from ``offset``, as many as are here."""
-        if file != self._file or not 0 <= offset - self._start < self._nbytes:
-            return self._memory[:0]
-        return self._memory[offset - self._start : self._nbytes]
-
-    def read(self, fd: int, file: str, offset: int, nbytes: int) -> None:
-        """The file's bytes from ``offset`` to the next multiple of :data:`DIRECT_NBYTES`, but only what is needed: as
-        far as the extent goes that ``offset`` lies in, or so many where nobody has told of one.
+    def bytes_from(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """The file's bytes from ``offset``, some at least unless it ends there; of ``nbytes`` where nobody has told of
+        them. What comes before it is of no use any more. Raises OSError.
         """
-        stop = offset + nbytes
-        while (extent := self._extent) is not None:
-            if file == extent.file and 0 <= offset - extent.offset < extent.nbytes:
-                stop = extent.offset + extent.nbytes
-                break
-            self._extent = next(self._extents, None)
-        start = offset // _DIRECT_UNIT_NBYTES * _DIRECT_UNIT_NBYTES
-        stop = min(
-            -(-stop // _DIRECT_UNIT_NBYTES) * _DIRECT_UNIT_NBYTES,
-            (start // DIRECT_NBYTES + 1) * DIRECT_NBYTES,
-        )
-        self._file, self._start, self._nbytes = file, start, 0
-        self._nbytes = os.preadv(fd, [self._memory[: stop - start]], start)
+        while self._blocks:
+            if there := self._blocks[0].bytes_from(file, offset):
+                return there
+            self._drop_first()
+            self._read_ahead()
+        self._blocks.append(self._begin_block(next(_aligned(Extent(file, offset, nbytes))), self._memory()))
+        return self._blocks[0].bytes_from(file, offset)
+
+    def _read_ahead(self) -> None:
+        while len(self._blocks) <= self._ahead and (extent := next(self._coming, None)) is not None:
+            self._blocks.append(self._begin_block(extent, self._memory()))
+
+    def _drop_first(self) -> None:
+        block = self._blocks.popleft()
+        if not block.read.cancel():
+            wait([block.read])
+        self._spare.append(block.memory)
+
+    def _memory(self) -> memoryview:
+        return self._spare.pop() if self._spare else _large_page()
+
+
+def _aligned(extent: Extent) -> Iterator[Extent]:
+    """The blocks that it lies in, each no further than is needed."""
+    unit = _DIRECT_UNIT_NBYTES
+    start, stop = extent.offset // unit * unit, -(-(extent.offset + extent.nbytes) // unit) * unit
+    while start < stop:
+        end = min(stop, (start // DIRECT_NBYTES + 1) * DIRECT_NBYTES)
+        yield Extent(extent.file, start, end - start)
+        start = end
+
+
+def _large_page() -> memoryview:
+    """:data:`DIRECT_NBYTES` of memory that are one, where the kernel has them."""
+    memory = mmap.mmap(-1, DIRECT_NBYTES + LARGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE_PAGE_NBYTES
+    return memoryview(memory)[begin : begin + DIRECT_NBYTES]
 
 
 def _reopened(fd: int, flags: int = 0) -> int:

@@ -122,12 +122,12 @@ def choose(
     )
     systems = ", ".join(sorted({facts.file_system for facts in read.values()})) or "nothing"
     waiting = name in ("prefetch", "direct", "gds") or (name == "read" and _cached_share(read) < CACHED_SHARE)
-    threads = WAITING_THREADS if waiting else THREADS
+    threads = WAITING_THREADS if waiting and name != "direct" else THREADS  # past the page cache, others wait for them
     return Strategy(
         name,
         exact if name not in ("prefetch", "gds") else frozenset(files),
         threads,
-        min(SLAB_NBYTES, SLABS_NBYTES // threads),
+        min(SLAB_NBYTES, SLABS_NBYTES // (WAITING_THREADS if waiting else THREADS)),
         _run_nbytes(name, waiting),
         waiting and name not in ("prefetch", "gds"),
         FAR_AHEAD_NBYTES if name == "prefetch" else AHEAD_NBYTES,

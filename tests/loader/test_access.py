@@ -1,9 +1,12 @@
 """The ways in which a file's bytes come into buffers: the same bytes by each, and what each is there for."""
 
+import errno
 import gc
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,51 @@ def test_past_the_page_cache_a_block_is_read_once_and_no_range_further_than_it_g
     assert made == values[:, columns:].tobytes()
     assert len(read) <= calls
     assert sum(read) <= (values.nbytes if columns == 1024 else values.nbytes // 2) + 2 * 4096 * len(read)
+
+
+def test_past_the_page_cache_blocks_are_read_while_the_thread_does_something_else(
+    files: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So far ahead as it was told, and no further; with each that it leaves behind, one more."""
+    begun, preadv = queue.SimpleQueue[int](), os.preadv
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        begun.put(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with closing(Direct(files, ahead_nbytes=DIRECT_NBYTES)) as direct:
+        direct.begin(iter([Extent("file", 0, len(VALUES))]))
+        assert {begun.get(timeout=20) for _ in range(2)} == {0, DIRECT_NBYTES}
+        buffer = bytearray(100)
+        direct.fill("file", [memoryview(buffer)], DIRECT_NBYTES)
+        assert buffer == VALUES[DIRECT_NBYTES : DIRECT_NBYTES + 100]
+        assert begun.get(timeout=20) == 2 * DIRECT_NBYTES
+        assert begun.empty()
+
+
+def test_past_the_page_cache_what_fails_is_told_by_whoever_needs_it(
+    files: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is read in vain may fail; and another file than was told of may be read."""
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == DIRECT_NBYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with closing(Direct({**files, "other": files["file"]})) as direct:
+        direct.begin(iter([Extent("file", 0, len(VALUES))]))
+        buffer = bytearray(100)
+        direct.fill("file", [memoryview(buffer)], 2 * DIRECT_NBYTES)
+        assert buffer == VALUES[2 * DIRECT_NBYTES : 2 * DIRECT_NBYTES + 100]
+        direct.begin(iter([Extent("file", 0, len(VALUES))]))
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            direct.fill("file", [memoryview(bytearray(len(VALUES)))], 0)
+        direct.fill("other", [memoryview(buffer)], 7)
+        assert buffer == VALUES[7:107]
 
 
 def test_threads_apart_have_a_descriptor_each_for_as_long_as_files_are_read(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ def test_threads_that_wait_for_a_disk_read_at_places_of_their_own() -> None:
     assert (warm.threads, warm.run_nbytes, warm.apart) == (THREADS, RUN_NBYTES, False)
     far = choose([parameter()], {"f": replace(FACTS, file_system="nfs")}, free_nbytes=3 * GIB)
     assert (far.run_nbytes, far.apart) == (0, False)
-    assert all(one.threads * one.slab_nbytes <= SLABS_NBYTES for one in (cold, warm, far))
+    past = choose([parameter()], {"f": FACTS}, free_nbytes=GIB)
+    assert (past.name, past.threads, past.run_nbytes) == ("direct", THREADS, WAITING_RUN_NBYTES), "others wait for them"
+    assert all(one.threads * one.slab_nbytes <= SLABS_NBYTES for one in (cold, warm, far, past))
 
 
 @pytest.mark.parametrize(("rows", "exact"), [(1 << 15, set()), (1 << 14, {"f"})])
