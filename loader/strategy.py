@@ -7,7 +7,7 @@ Pure choice, from what `access.py` has seen of the files and from how much memor
 | ``read`` | through the page cache, which ranks of a host share | where nothing else is |
 | ``prefetch`` | the same, asked for far ahead, by many threads | files far away: each answer takes long |
 | ``gds`` | past the host, into a GPU's memory (GPUDirect Storage) | files not in the page cache, where it works |
-| ``direct`` | past the page cache (O_DIRECT) | no room there beside the shard, and nobody shares |
+| ``direct`` | past the page cache (O_DIRECT), ahead of who copies | no room there beside the shard, and nobody shares |
 | ``mmap`` | copied out of a mapping of the file | never: its page faults cost more than reads |
 """
 
@@ -53,7 +53,7 @@ reads on from one place.
 """
 
 AHEAD_NBYTES = 32 << 20
-"""How far ahead of reading the page cache is asked to be filled: what a disk needs to be busy."""
+"""How far ahead of reading the page cache is asked to be filled, or is read past it: what a disk needs to be busy."""
 
 FAR_AHEAD_NBYTES = 256 << 20
 """The same where each answer takes long."""
