@@ -224,7 +224,6 @@ def _require_same_bytes(chosen: Sequence[Contender], answers: Sequence[Sequence[
 
 
 def _ours(loads: Sequence[Loads], state: State) -> Loads:
-    """By the strategy that is chosen where nobody asks for one."""
     return next(one for one in loads if one.contender.group == "ours" and one.state == state)
 
 
@@ -272,23 +271,18 @@ def _stages(loads: Sequence[Loads]) -> Table:
 
 
 def _targets(loads: Sequence[Loads]) -> Iterator[Target]:
-    """Of others the fastest way counts that they can be told to load in, so of ours, too; the row that met it, or did
-    not, is named.
-    """
     for state in STATES:
-        ours = _fastest(loads, state, "ours")
-        if ours is not None and (peer := _fastest(loads, state, "loader")):
-            speed = peer.seconds_per_byte / ours.seconds_per_byte
+        ours = _ours(loads, state).seconds_per_byte
+        if peer := _fastest(loads, state, "loader"):
+            speed = peer.seconds_per_byte / ours
             yield Target(
-                f"load, {state}: no slower than the fastest other loader",
-                f"{ours.contender.name}: {_times(speed, peer)}",
-                speed >= 1.0,
+                f"load, {state}: no slower than the fastest other loader", f"{_times(speed, peer)}", speed >= 1.0
             )
-        if ours is not None and (limit := _fastest(loads, state, "segment", "private")):
-            speed = limit.seconds_per_byte / ours.seconds_per_byte
+        if limit := _fastest(loads, state, "segment", "private"):
+            speed = limit.seconds_per_byte / ours
             yield Target(
                 f"load, {state}: at least 0.9 of the best copy into the kernel's pages",
-                f"{ours.contender.name}: {_times(speed, limit)}",
+                f"{_times(speed, limit)}",
                 speed >= 0.9,
             )
 
